@@ -143,7 +143,7 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
         outcome = denoise_step(stats, None, state, drawn.renoise, rules)
         slots.canvas[every] = outcome.canvas
         slots.soft_embeds[every] = soft.view(n, CANVAS, -1)
-        slots.write(
+        slots.write_progress(
             every,
             outcome.state.best_guess,
             outcome.state.steps_done,

@@ -91,7 +91,7 @@ BOXES = {
         WORKER,
         7,
         "Both outcomes are computed, one is written",
-        ("step/settling.py: settle, write", "requests/ends.py: is_last_block"),
+        ("step/settling.py: settle, write_slots", "requests/ends.py: is_last_block"),
     ),
     "arrive": Box(
         ENGINE,

@@ -85,7 +85,7 @@ def steps(served: Engine, monkeypatch: pytest.MonkeyPatch) -> Steps:
         monkeypatch.setattr(step, name, counted)
 
     count("_advance_plain")
-    count("_advance")
+    count("_denoise_and_settle")
     return Steps(step, taken)
 
 
@@ -123,7 +123,7 @@ def test_every_step_is_fused(
         for i, kind in enumerate(KINDS.values())
     ]
     expected = answers_of(served, params)
-    assert set(steps.taken) == {"_advance"}
+    assert set(steps.taken) == {"_denoise_and_settle"}
     steps.taken.clear()
     monkeypatch.setattr(steps.step, "fuses", True)
     monkeypatch.setattr(steps.step, "condition", in_operations(steps.step))

@@ -167,7 +167,7 @@ def test_a_block_that_breaks_the_form_ends_the_answer(
     served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler has a grammar of its own, which a worker without one does not get past."""
-    monkeypatch.setattr(CanvasGrammars, "concern", lambda self, batch: False)
+    monkeypatch.setattr(CanvasGrammars, "any_in", lambda self, batch: False)
     (output,) = ask(served, [of_kind("json", max_tokens=64)])
     assert output.outputs[0].finish_reason == "error"
 

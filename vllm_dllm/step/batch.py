@@ -1,8 +1,8 @@
 """The canvases of one scheduler step: which requests have one, and where its rows lie.
 
-Built from the runner's host-side metadata once a step, and kept while the next step has the same
-canvases, as most have; a request whose prefill goes on has none.
-The device tensors are copied over asynchronously, so building it never waits for the device.
+A batch is built from the runner's host-side metadata once a step, and reused while the next steps
+have the same canvases, as most have. A request whose prefill goes on has no canvas. Tensors are
+copied to the device asynchronously, so building a batch never waits for the device.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from vllm_dllm.step.slots import Index, index_of
 
 @dataclass(frozen=True)
 class CanvasBatch:
-    """n requests with a canvas; `rows` = their canvas positions, one after the other.
+    """n requests with a canvas; `rows` = their canvas positions, one after another.
 
     A canvas is shorter than C when the request asked for that or `max_model_len` cuts it off; it
-    then simply has fewer rows, and no phantom ones.
+    then has fewer rows.
     """
 
     canvas_length: int  # C
@@ -42,19 +42,20 @@ class CanvasBatch:
     def build(
         cls, input_batch: InputBatch, canvas_length: int, device: torch.device
     ) -> "CanvasBatch":
-        """Builds a step's batch. From one step to the next, and often from one request to another,
-        canvases lie in the same places: what was built for them is kept."""
+        """Builds the batch of a step's canvases. Canvases often lie where those of the step before
+        did: the same batch is then returned again."""
         lengths = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
-        return cls.of_last_rows(input_batch, lengths, canvas_length, device)
+        return cls.from_last_rows(input_batch, lengths, canvas_length, device)
 
     @classmethod
-    def of_last_rows(
+    def from_last_rows(
         cls,
         input_batch: InputBatch,
-        lengths: np.ndarray,  # [num_reqs] int, of each request's last rows, so many
+        lengths: np.ndarray,  # [num_reqs] int, number of each request's last rows that are chosen
         canvas_length: int,
         device: torch.device,
     ) -> "CanvasBatch":
+        """Builds a batch of the last `lengths[i]` rows of each request i."""
         num_reqs = input_batch.num_reqs
         return cls._build(
             lengths.astype(np.int64).tobytes(),
@@ -74,6 +75,7 @@ class CanvasBatch:
         canvas_length: int,
         device: torch.device,
     ) -> "CanvasBatch":
+        """Builds a batch from int64 arrays that are bytes, which can be keys of the cache."""
         of_all = np.frombuffer(lengths_of_all, dtype=np.int64)
         bounds = np.frombuffer(query_start_loc, dtype=np.int64)
         requests = np.flatnonzero(of_all > 0)
@@ -112,8 +114,9 @@ class CanvasBatch:
         )
 
     @classmethod
-    def whole(cls, slots: torch.Tensor, canvas_length: int) -> "CanvasBatch":
-        """A step of nothing but whole canvases, in slots [n] int64 that only the device knows."""
+    def of_whole_canvases(cls, slots: torch.Tensor, canvas_length: int) -> "CanvasBatch":
+        """Builds the batch of a step of whole canvases alone, in slots [n] int64 that only the
+        device knows."""
         n = len(slots)
         requests = torch.arange(n, device=slots.device)
         first_rows = requests * canvas_length
@@ -139,36 +142,37 @@ class CanvasBatch:
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
-        """[n, C] bool: positions that are part of their canvas. None: all are."""
+        """Returns [n, C] bool: positions that are part of their canvas. None: all are."""
         if self.cells is None:
             return None
         positions = torch.arange(self.canvas_length, device=self.lengths.device)
         return positions < self.lengths[:, None]
 
     def rows_of(self, i: int) -> slice:
-        """The rows of canvas i."""
+        """Returns the rows of canvas i."""
         end = int(self.row_ends_np[i])
         return slice(end - int(self.lengths_np[i]), end)
 
     @cached_property
     def row_ends_np(self) -> np.ndarray:
-        """[n] int64: the end of each canvas' rows."""
+        """Returns [n] int64: the end of each canvas' rows."""
         return np.cumsum(self.lengths_np)
 
-    def by_row(self, per_request: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [rows, ...]: each request's value at each of its rows."""
+    def expand_to_rows(self, per_request: torch.Tensor) -> torch.Tensor:
+        """Repeats each request's value for its rows: [n, ...] -> [rows, ...]."""
         if self.cells is None:
             shape = (self.num_canvases, self.canvas_length, *per_request.shape[1:])
             return per_request[:, None].expand(shape).flatten(0, 1)
         return per_request[self.cells // self.canvas_length]
 
     def flatten(self, grid: torch.Tensor) -> torch.Tensor:
-        """[n, C, ...] -> [rows, ...]."""
+        """Returns the values of rows alone: [n, C, ...] -> [rows, ...]."""
         flat = grid.flatten(0, 1)
         return flat if self.cells is None else flat[self.cells]
 
     def unflatten(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, ...] -> [n, C, ...], zero at positions that are not part of their canvas."""
+        """Spreads rows over canvases: [rows, ...] -> [n, C, ...], zero at positions that are not
+        part of their canvas."""
         if self.cells is not None:
             size = self.num_canvases * self.canvas_length
             rows = rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, self.cells, rows)

@@ -1,4 +1,4 @@
-"""What a step knows of its canvases, stage by stage."""
+"""What a step knows of its canvases, from stage to stage: found, denoised, settled, advanced."""
 
 from typing import NamedTuple
 
@@ -17,16 +17,16 @@ from vllm_dllm.step.slots import SlotNumbers, SlotTokens
 
 
 class Drafts(NamedTuple):
-    """Canvases whose tokens are the autoregressive model's (`verified_step`)."""
+    """Says which canvases are drafts, whose tokens the model decides causally (`verified_step`)."""
 
-    are_np: np.ndarray  # [n] bool, these are
-    are: torch.Tensor  # [n] bool, the same
-    are_verified: torch.Tensor  # [n] bool, by this step; the others are drafted
+    are_np: np.ndarray  # [n] bool, canvases that are drafts
+    are: torch.Tensor  # [n] bool, the same on the device
+    are_verified: torch.Tensor  # [n] bool, drafts that this step verifies; it makes the others
 
 
 class Found(NamedTuple):
-    """What a step reads of its n canvases. Views of the slots, where these lie side by side: of no
-    use once something is written."""
+    """What a step reads of its n canvases. Tensors may be views of the slots, so they are not read
+    after the step has written those."""
 
     batch: CanvasBatch
     numbers: SlotNumbers
@@ -35,18 +35,18 @@ class Found(NamedTuple):
     block_ends: torch.Tensor  # [n] int64, absolute position after its last token
     stops: torch.Tensor  # [n, K] int64, stop tokens
     settings: StepSettings | MaskedStepSettings
-    cut: torch.Tensor | None  # [n] bool, steps that are taken back; None: surely none
-    earlier: dict[str, torch.Tensor] | None  # what they are taken back to
+    cut: torch.Tensor | None  # [n] bool, canvases whose step is taken back; None: surely none
+    earlier: dict[str, torch.Tensor] | None  # `copy_progress`, to which these are restored
     drafts: Drafts | None = None  # None: no canvas is one
 
 
 class Verified(NamedTuple):
-    """What a step makes of drafts."""
+    """What a step makes of drafts. The tensors mean nothing for other canvases."""
 
-    drafts: Drafts  # the other fields say nothing of other canvases
-    tokens: torch.Tensor  # [n, C] int64, of those that are verified now
-    emitted: torch.Tensor  # [n] int64, tokens that are the answer's from now on
-    next_token: torch.Tensor  # [n] int64, with which the next canvas begins
+    drafts: Drafts
+    tokens: torch.Tensor  # [n, C] int64, accepted tokens of drafts that are verified now
+    emitted: torch.Tensor  # [n] int64, how many tokens join the answer
+    next_token: torch.Tensor  # [n] int64, the first token of the next canvas
 
 
 class Denoised(NamedTuple):
@@ -56,34 +56,34 @@ class Denoised(NamedTuple):
     temperature: torch.Tensor  # [n] fp32
     row_temperature: torch.Tensor  # [rows, 1] fp32
     stats: RowStats  # fields [n, C]
-    soft_rows: torch.Tensor | None  # [rows, H]; None: of a model that reads none
-    next_canvas: torch.Tensor  # [n, C] int64, the first canvas of the block behind
+    soft_rows: torch.Tensor | None  # [rows, H] expected embeddings; None: the model reads none
+    next_canvas: torch.Tensor  # [n, C] int64, what the next block starts from
     outcome: StepOutcome
     revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
-    is_committed: torch.Tensor | None = None  # [n] bool, finished blocks of which this forward left
-    # the keys and values that their commit would; None: of none
-    placed: Placed | None = None  # None: nobody asks
+    is_committed: torch.Tensor | None = None  # [n] bool, finished blocks whose keys and values in
+    # the cache are those of a commit already; None: no block's are
+    placed: Placed | None = None  # None: no request asks for it
     verified: Verified | None = None  # None: no canvas is a draft
 
 
 class Settled(NamedTuple):
     """What becomes of each canvas, by its phase."""
 
-    denoises: torch.Tensor  # [n] bool, else it commits or is taken back
+    denoises: torch.Tensor  # [n] bool, canvases that are denoised, not committed or taken back
     best_guess: torch.Tensor  # [n, C] int64
-    finished: torch.Tensor  # [n] bool, decided by this step
-    at_once: torch.Tensor  # [n] bool, and emitted by it, too
+    finished: torch.Tensor  # [n] bool, canvases that this step finishes
+    at_once: torch.Tensor  # [n] bool, canvases that this step finishes and emits
     ends: torch.Tensor  # [n] bool, blocks after which another one starts
-    commits_next: torch.Tensor  # [n] bool, the next forward commits the canvas
-    emitted: torch.Tensor  # [n] int64, tokens
-    committed: torch.Tensor | None  # [n] int64, those that no later step computes; None: of none
+    commits_next: torch.Tensor  # [n] bool, canvases that the next forward commits
+    emitted: torch.Tensor  # [n] int64, how many tokens join the answer
+    committed: torch.Tensor | None  # [n] int64, how many of them no later step computes; None: none
 
 
 class Advanced(NamedTuple):
     """What a step made of its n canvases."""
 
     best_guess: torch.Tensor  # [n, C] int
-    emitted: torch.Tensor  # [n] int, tokens of it that are the answer's from now on
-    rejected: torch.Tensor  # [n] int, tokens that later steps compute again; the batch's `lengths`
-    # themselves if no block is committed
+    emitted: torch.Tensor  # [n] int, how many of these tokens join the answer
+    rejected: torch.Tensor  # [n] int, how many tokens later steps compute again; the batch's
+    # `lengths` themselves if no block is committed
     logprobs: LogprobsTensors | None  # of the emitted tokens

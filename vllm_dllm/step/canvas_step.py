@@ -1,4 +1,5 @@
-"""One step of all canvases: what the slots hold is read, denoised, settled and written back.
+"""One step of all canvases: reads the slots, denoises, settles what becomes of each canvas, and
+writes the slots.
 
 In vLLM's speculative-decoding accounting the canvas is a set of draft tokens. A denoise step
 samples 0 tokens and rejects the whole canvas, so the KV position stays. A finished canvas is
@@ -26,13 +27,13 @@ from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.watched.canvas_record import StepCanvases
-from vllm_dllm.step.watched.counted import canvas_numbers
+from vllm_dllm.step.watched.counted import count_canvases
 
 
 class CanvasStep(ABC):
     """Owns the requests' slots, the canvases of the current step and the phase of each."""
 
-    self_conditions: bool  # each step reads the one before's expected embeddings
+    self_conditions: bool  # whether a step reads the expected embeddings of the one before
 
     def __init__(
         self,
@@ -50,10 +51,10 @@ class CanvasStep(ABC):
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.memory = SamplingMemory(self.extension.sampling_memory_mib << 20)
         self.device = device
-        self.fuses = device.type == "cuda"  # runs our kernels in place of many small operations
+        self.fuses = device.type == "cuda"  # runs Triton kernels in place of small operations
 
-        self.batch: CanvasBatch | None = None  # from `begin` to `advance`
-        self._numbers: CanvasNumbers | None = None  # from `advance` to `take_numbers`
+        self.batch: CanvasBatch | None = None  # set from `begin_step` to `advance`
+        self._numbers: CanvasNumbers | None = None  # set from `advance` to `take_numbers`
         self.slots = CanvasSlots(
             sampler.req_states.draft_tokens[:, : self.canvas_length],
             model_config.hf_text_config.hidden_size if self.self_conditions else 0,
@@ -71,15 +72,15 @@ class CanvasStep(ABC):
 
     @abstractmethod
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
-        """What the model's kind of canvas asks of its requests."""
+        """Makes the requests' state, with the settings of the model's kind of canvas."""
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
-        """[num_reqs] int64: of each request's known tokens in this step, those whose keys and
-        values the next step computes anew. None: of no request."""
+        """Returns [num_reqs] int64: how many of each request's known tokens in this step the next
+        step computes again. None: none of any request."""
         return None
 
-    def begin(self, input_batch: InputBatch) -> None:
-        """Learns before the forward which canvases it holds."""
+    def begin_step(self, input_batch: InputBatch) -> None:
+        """Finds the canvases of a step. Called before its forward."""
         self.batch = None
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
@@ -89,13 +90,14 @@ class CanvasStep(ABC):
         source: torch.Tensor,  # [rows, V], or hidden states
         input_batch: InputBatch,
     ) -> torch.Tensor:
-        """Comes after the forward, before `advance`: gives requests whose prefill it ended what
-        their first canvas takes from it. Returns the rows that are canvases'."""
+        """Starts the canvases of requests whose prefill has ended. Called after the forward, before
+        `advance`. Returns the rows of `source` that belong to canvases."""
         return source
 
     @property
     def reads_hidden_states(self) -> bool:
-        """Whether the logits asked for next are the canvases', and these are read tile by tile."""
+        """Whether the next logits are the canvases', and the sampler reads the vocabulary itself:
+        the model then returns hidden states."""
         return self.batch is not None and self.model.streams_vocabulary
 
     def advance(
@@ -103,16 +105,20 @@ class CanvasStep(ABC):
         source: torch.Tensor,  # [rows, V] fp32 soft-capped logits, or [rows, H] hidden states
         input_batch: InputBatch,
     ) -> Advanced:
-        """Denoises or commits, after the forward, each canvas that `begin` found."""
+        """Denoises or commits each canvas that `begin_step` found. Called after the forward."""
         batch = self._take_batch()
-        return self._advance(self._read(batch, input_batch), source, input_batch)
+        return self._denoise_and_settle(self._read_slots(batch, input_batch), source, input_batch)
 
     def _take_batch(self) -> CanvasBatch:
+        """Returns the step's batch, once."""
         batch, self.batch = self.batch, None
         assert batch is not None, "begin comes first"
         return batch
 
-    def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
+    def _denoise_and_settle(
+        self, found: Found, source: torch.Tensor, input_batch: InputBatch
+    ) -> Advanced:
+        """Denoises and settles the canvases, and writes their slots."""
         batch = found.batch
         denoised = self._denoise(found, source)
         settled = self.settling.settle(found, denoised)
@@ -129,12 +135,12 @@ class CanvasStep(ABC):
             denoised.placed,
             None if drafts is None else drafts.are_np,
         )
-        canvas = self.settling.write(found, denoised, settled)
+        canvas = self.settling.write_slots(found, denoised, settled)
         if found.cut is not None and found.earlier is not None:
-            self.slots.take_back(batch.slot_index, found.cut, found.earlier)
+            self.slots.restore_progress(batch.slot_index, found.cut, found.earlier)
             self.requests.grammars.apply_staged_writes(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
-        if self.requests.observers.look_at(batch):
+        if self.requests.observers.are_watching(batch):
             outcome = denoised.outcome
             shown = StepCanvases(
                 tokens=outcome.state.best_guess,
@@ -147,11 +153,11 @@ class CanvasStep(ABC):
                 denoises=settled.denoises,
                 finished=settled.finished,
             )
-            self.requests.observers.show(shown, batch, input_batch.req_ids)
+            self.requests.observers.show_step(shown, batch, input_batch.req_ids)
         cut = self.requests.grammars.cut_answers(batch)
         says_more = denoised.is_committed is not None or drafts is not None or cut
         if self.requests.are_counted or says_more:
-            self._numbers = canvas_numbers(
+            self._numbers = count_canvases(
                 batch,
                 denoised.outcome,
                 denoised.stats.entropy_nats,
@@ -167,22 +173,23 @@ class CanvasStep(ABC):
 
     @abstractmethod
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """What a step would make of each canvas. Writes nothing."""
+        """Returns what a denoise step would make of each canvas. Writes no slot."""
 
     def take_numbers(self) -> CanvasNumbers | None:
-        """Numbers of the step just taken, for the metrics. None: nobody counts, or it had no
-        canvas."""
+        """Returns the numbers of the latest step, for the metrics, once. None: nobody counts, or
+        the step had no canvas."""
         numbers, self._numbers = self._numbers, None
         return numbers
 
-    def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+    def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+        """Reads the slots of a step's canvases, and finds those whose step is taken back."""
         slots, idx = self.slots, batch.slot_index
         numbers = slots.read_numbers(idx)
         block_ends = input_batch.seq_lens[batch.request_index]
         starts = block_ends - batch.lengths
         num_stops = slots.num_stops[batch.slots_np].max()
         cut = self._cut_canvases(batch, numbers, starts, input_batch)
-        compiling = self.requests.grammars.compiling(batch)
+        compiling = self.requests.grammars.still_compiling(batch)
         if compiling is not None:
             cut = compiling if cut is None else cut | compiling
         return Found(
@@ -194,7 +201,7 @@ class CanvasStep(ABC):
             slots.stop_tokens[idx][:, :num_stops],
             self.requests.settings.for_batch(batch),
             cut,
-            None if cut is None else slots.progress(idx),
+            None if cut is None else slots.copy_progress(idx),
         )
 
     def _cut_canvases(
@@ -204,11 +211,12 @@ class CanvasStep(ABC):
         starts: torch.Tensor,  # [n] int64
         input_batch: InputBatch,
     ) -> torch.Tensor | None:
-        """[n] bool: canvases of which the scheduler ran only a part, for lack of token budget, or
-        more than there is, because it did not know yet that a block had ended.
+        """Returns [n] bool: canvases of which the scheduler ran only a part, for lack of token
+        budget, or more than there is, because it did not know yet that a block had ended. None:
+        surely no canvas.
 
-        Such a step says nothing about the canvas: it is taken back, and the canvas is scheduled
-        again. A canvas that ends where the context ends is not cut. None: surely none.
+        Such a step is taken back, and the canvas is scheduled again. A canvas that ends where the
+        context ends is not cut.
         """
         slots = batch.slots_np
         most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]

@@ -1,4 +1,4 @@
-"""What only some requests ask for: kept by slot, so that the others cost nothing."""
+"""How parts of a step learn of requests: each keeps what only some requests ask for, by slot."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +10,7 @@ from vllm_dllm.requests.options import RequestOptions
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request that came to the worker, or came back after a preemption."""
+    """A request that is new to the worker, or comes back after a preemption."""
 
     slot: int
     params: SamplingParams
@@ -21,18 +21,20 @@ class NewRequest:
 
     @property
     def is_resumed(self) -> bool:
+        """Whether a preemption has interrupted its answer."""
         return self.prefill_len > self.prompt_len
 
 
 class Registry(Protocol):
-    """How `CanvasStep` speaks to each of them; what a step asks of one is its own matter."""
+    """The methods by which `StepRequests` tells each part of requests."""
 
     def add_request(self, request: NewRequest) -> None:
-        """The slot has been dropped before. What the device must know may wait for
-        `apply_staged_writes`."""
+        """Keeps what the request asks for. `remove_request` was called for the slot before. Copies
+        to the device may wait for `apply_staged_writes`."""
 
     def apply_staged_writes(self) -> None:
-        """The tokens of the requests added since the last step are on the device."""
+        """Copies to the device what was added since the last step. Called when the new requests'
+        tokens are there."""
 
     def remove_request(self, slot: int) -> None:
         """Forgets the slot's request, if it asked for anything."""

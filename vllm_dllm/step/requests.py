@@ -1,4 +1,4 @@
-"""The requests that the worker has: their slots, and what only some of them ask for."""
+"""The worker's requests: adds them to slots and to the parts that keep what they ask for."""
 
 from typing import Any
 
@@ -27,6 +27,8 @@ from vllm_dllm.step.watched.observers import CanvasObservers
 
 
 class StepRequests:
+    """The requests in the worker's slots, and what only some of them ask for."""
+
     def __init__(
         self,
         slots: CanvasSlots,
@@ -46,7 +48,7 @@ class StepRequests:
         self._unadmitted = RequestOptions(**server_defaults(extension.defaults, family))
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
-        # Until a request says what the scheduler does.
+        # The scheduler's choices, which each request brings (`RequestOptions`).
         self.joins_commits = self.are_counted = False
         self._device = slots.canvas.device
         self._canvas_length = slots.canvas.shape[1]
@@ -76,7 +78,8 @@ class StepRequests:
         )
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Takes a new request, or one that comes back after a preemption."""
+        """Stages a new request, or one that comes back after a preemption, for
+        `apply_staged_writes`."""
         options = load_options(params) or self._unadmitted  # a warm-up's
         self.joins_commits = options.joins_commits
         self.are_counted = options.is_counted
@@ -92,8 +95,8 @@ class StepRequests:
             prefill_len=int(self.req_states.prefill_len.np[slot]),
             num_steps=num_steps,
         )
-        end, stops = self._last_block(request)
-        self.slots.stage(
+        end, stops = self._find_end(request)
+        self.slots.stage_request(
             slot,
             seed=int(self.sampling_states.seeds.np[slot]),
             num_steps=num_steps,
@@ -108,8 +111,8 @@ class StepRequests:
         for registry in self._registries:
             registry.add_request(request)
 
-    def _last_block(self, request: NewRequest) -> tuple[int, list[int]]:
-        """The position and the tokens by which the device tells a request's last block."""
+    def _find_end(self, request: NewRequest) -> tuple[int, list[int]]:
+        """Returns the absolute position and the stop tokens that end a request's last block."""
         if request.options.read_only:
             return EVERY_BLOCK, []
         end, max_tokens = self.max_model_len, request.params.max_tokens
@@ -118,24 +121,24 @@ class StepRequests:
         return end, foreseen_stop_tokens(request.params)
 
     def remove_request(self, slot: int) -> None:
-        """Nothing that the slot's request asked for is kept."""
+        """Forgets what the slot's request asked for."""
         for registry in self._registries:
             registry.remove_request(slot)
 
     def are_plain(self, batch: CanvasBatch) -> bool:
-        """Whether what the requests of these canvases ask for leaves settled canvases as they are:
-        `settings`, `filters` and `logprobs` do."""
+        """Whether no request of these canvases has a grammar, pins, a prediction or a watcher, so
+        that the fused kernels may settle them."""
         return not (
-            self.grammars.concern(batch)
+            self.grammars.any_in(batch)
             or self.first_canvases.has_pins(batch)
-            or self.predictions.concern(batch)
-            or self.observers.look_at(batch)
+            or self.predictions.any_in(batch)
+            or self.observers.are_watching(batch)
         )
 
     def apply_staged_writes(self) -> None:
-        """Gives the requests that came since the last step their first canvas, which begins where
-        their prefill ends."""
-        if not self.slots.has_added:
+        """Writes the slots of requests that came since the last step, with their first canvases,
+        which begin where their prefill ends."""
+        if not self.slots.has_staged:
             return
         self.sampling_states.apply_staged_writes()
         slots_np, idx = self.slots.apply_staged_writes()
@@ -155,8 +158,8 @@ class StepRequests:
 
 
 class FirstCanvases:
-    """Canvases that clients bring, and the positions of them that stay as they are. A request's
-    first block alone starts from its canvas and keeps its pins."""
+    """Canvases that clients send, and their pinned positions, which keep their tokens. Only a
+    request's first block starts from its canvas and keeps its pins."""
 
     def __init__(self, slots: CanvasSlots) -> None:
         self._slots = slots
@@ -164,18 +167,18 @@ class FirstCanvases:
         self._pinned: set[int] = set()
 
     def add_request(self, request: NewRequest) -> None:
-        # After a preemption the first block may be over; a canvas of noise then goes on anywhere.
+        # After a preemption the first block may be over; a canvas of noise fits any block.
         canvas = request.options.seed_canvas
         if canvas is not None and not request.is_resumed:
             self._added[request.slot] = (canvas, request.options.pinned)
 
     def apply_staged_writes(self) -> None:
-        """Puts the canvases of new requests in the place of noise."""
+        """Replaces the noise in new requests' slots by their canvases."""
         for slot, (canvas, positions) in self._added.items():
             tokens = self._to_device(canvas)
             self._slots.canvas[slot, : len(canvas)] = tokens
             if positions:
-                self._slots.pin(slot, tokens, self._to_device(positions))
+                self._slots.pin_tokens(slot, tokens, self._to_device(positions))
                 self._pinned.add(slot)
         self._added.clear()
 
@@ -184,15 +187,16 @@ class FirstCanvases:
         self._pinned.discard(slot)
 
     def has_pins(self, batch: CanvasBatch) -> bool:
-        """Whether a request of these canvases has pinned positions of its first one."""
+        """Whether any request of the batch sent pinned positions."""
         return not self._pinned.isdisjoint(batch.slots_np.tolist())
 
-    def keep_pins(
+    def update_pins(
         self,
         idx: Index,
         ended: torch.Tensor,  # [n, 1] bool, blocks after which another one starts
     ) -> torch.Tensor:
-        """[n, C] bool: positions that the next step, too, finds as the client gave them."""
+        """Clears the pins of blocks that have ended. Returns [n, C] bool: positions that are still
+        pinned."""
         pinned = self._slots.pinned[idx] & ~ended
         self._slots.pinned[idx] = pinned
         return pinned

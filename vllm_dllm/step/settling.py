@@ -1,4 +1,5 @@
-"""What becomes of the canvases that a step has denoised: emitted, committed, or denoised on."""
+"""Decides what becomes of the canvases that a step has denoised: emitted, committed, or denoised
+again."""
 
 import torch
 
@@ -11,6 +12,8 @@ from vllm_dllm.step.slots import CanvasSlots
 
 
 class Settling:
+    """Settles canvases and writes their slots; `settle_triton` does the same in kernels."""
+
     def __init__(
         self, slots: CanvasSlots, requests: StepRequests, *, spares_last_commit: bool
     ) -> None:
@@ -47,14 +50,18 @@ class Settling:
             emitted,
             committed,
         )
-        return settled if denoised.verified is None else _verify(settled, found, denoised.verified)
+        return (
+            settled
+            if denoised.verified is None
+            else _settle_drafts(settled, found, denoised.verified)
+        )
 
     def _emits_at_once(
         self,
         blocks: torch.Tensor,  # [n, C] int64
         found: Found,
     ) -> torch.Tensor | bool:
-        """[n] bool: blocks that are emitted by the step that finishes them."""
+        """Returns [n] bool: blocks that are emitted by the step that finishes them."""
         if self.spares_last_commit and self.requests.joins_commits:
             return True
         request_ends = found.numbers.end
@@ -66,14 +73,15 @@ class Settling:
         is_read_only = request_ends == EVERY_BLOCK
         return is_read_only | ~is_last if self.requests.joins_commits else is_read_only
 
-    def write(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
-        """What the next step finds. Returns the canvases [n, C] as they would be denoised on."""
+    def write_slots(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
+        """Writes what the next step reads. Returns the canvases [n, C] int64 as the next denoise
+        step would read them."""
         slots, batch, outcome = self.slots, found.batch, denoised.outcome
         idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
         drops_soft = ended  # a canvas starts with none
         canvas = torch.where(finished, settled.best_guess, outcome.canvas)
         if self.requests.first_canvases.has_pins(batch):
-            pinned = self.requests.first_canvases.keep_pins(idx, ended)
+            pinned = self.requests.first_canvases.update_pins(idx, ended)
             canvas = torch.where(pinned & ~finished, found.tokens.first_canvas, canvas)
             drops_soft = ended | pinned
         next_canvas, guess = denoised.next_canvas, outcome.state.best_guess
@@ -82,15 +90,17 @@ class Settling:
             first = torch.where(verified.drafts.are, verified.next_token, next_canvas[:, 0])
             next_canvas[:, 0] = first
         predictions = self.requests.predictions
-        predicted = predictions.among(batch)
+        predicted = predictions.find_predicted(batch)
         if predicted is not None:
-            may_move = self._first_of_several(found, denoised, settled)
+            may_move = self._may_realign(found, denoised, settled)
             moved = predictions.realign(predicted, guess, outcome.accepted, batch.valid, may_move)
-            canvas, guess = moved.put(canvas), moved.put_guess(guess)
+            canvas, guess = moved.fill_canvas(canvas), moved.fill_guess(guess)
         guess = guess.masked_fill(ended, NO_TOKEN)
         if predicted is not None:
-            expected = predictions.behind(predicted, settled.best_guess, settled.emitted)
-            next_canvas = expected.put(next_canvas)
+            expected = predictions.expect_next_blocks(
+                predicted, settled.best_guess, settled.emitted
+            )
+            next_canvas = expected.fill_canvas(next_canvas)
             guess = torch.where(ended, expected.guess, guess)
         slots.canvas[idx] = torch.where(ended, next_canvas, canvas)
         if denoised.soft_rows is not None:
@@ -101,7 +111,7 @@ class Settling:
             if verified is not None:  # the first token of a draft is always known
                 revealed[:, 0] |= verified.drafts.are
             slots.revealed[idx] = revealed
-        slots.write(
+        slots.write_progress(
             idx,
             guess,
             outcome.state.steps_done.masked_fill(settled.ends, 0),
@@ -110,17 +120,17 @@ class Settling:
         )
         return canvas
 
-    def _first_of_several(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
-        """[n] bool: canvases that had their first step and are denoised on, none of whose tokens
-        are shown for good."""
+    def _may_realign(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
+        """Returns [n] bool: canvases whose predicted tokens may move. They had their first step, go
+        on being denoised, and are not revealed permanently."""
         is_first = denoised.outcome.state.steps_done == 1
         found_so = settled.denoises & ~settled.finished & is_first
         reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
         return found_so if reveal is None else found_so & ~reveal[0]
 
 
-def _verify(settled: Settled, found: Found, verified: Verified) -> Settled:
-    """`settled`, with what becomes of drafts instead."""
+def _settle_drafts(settled: Settled, found: Found, verified: Verified) -> Settled:
+    """Returns `settled` with what becomes of drafts filled in."""
     are, are_verified = verified.drafts.are, verified.drafts.are_verified
     at_once = torch.where(are, settled.finished & (verified.emitted > 0), settled.at_once)
     emitted = torch.where(are, verified.emitted, settled.emitted)

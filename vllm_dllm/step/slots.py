@@ -1,8 +1,8 @@
 """Per-request diffusion state: pre-allocated device tensors, one slot a request.
 
-The slot index is the runner's request-state index. Slots are only ever written in place, so the
-tensors keep their addresses. What a step reads of every request lies together, because on small
-batches an operation costs the same whatever it moves.
+The slot index is the runner's request-state index. Slots are only written in place, so the tensors
+keep their addresses. Numbers that a step reads of each request are columns of one tensor, because
+on small batches an operation costs the same whatever it moves.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -15,32 +15,34 @@ from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
 
+# The tensors of `CanvasSlots` that a step changes.
 _PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed")
 
 
 Index: TypeAlias = slice | torch.Tensor
-"""n rows of a tensor: [n] int64, or consecutive ones, of which nothing is copied: what is read that
-way changes with the next write."""
+"""The index of n rows: [n] int64, or a slice of consecutive rows, which reads a view that changes
+with the next write."""
 
 
 def index_of(rows: np.ndarray, on_device: torch.Tensor) -> Index:
-    """The index of `rows` [n], of which `on_device` is a copy."""
+    """Returns the index of `rows` [n]: a slice if they are consecutive, else `on_device`, their
+    copy."""
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return on_device
 
 
 class SlotNumbers(NamedTuple):
-    """The numbers of n slots, each [n] int64. A step changes the first three."""
+    """The numbers of n slots, each [n] int64. Steps change the first three."""
 
     steps_done: torch.Tensor  # denoising steps taken on the current canvas
     is_committing: torch.Tensor  # 1 = the next forward commits the canvas, 0 = it denoises
-    times_repeated: torch.Tensor  # steps on end that the best guess has stood still
+    times_repeated: torch.Tensor  # consecutive steps in which the best guess has not changed
     noise_key: torch.Tensor  # of the request's seed
     num_steps: torch.Tensor  # the request's step cap
     end: torch.Tensor  # absolute position: a block that ends there or later is the last one
     width: torch.Tensor  # canvas length the request asked for, 1..C
-    fitted_end: torch.Tensor  # absolute position: no canvas reaches far behind it
+    fitted_end: torch.Tensor  # absolute position: canvases are fitted to it (`fitted_width`)
     symmetric_window: torch.Tensor  # 1 = symmetric window rule, 0 = reference
 
 
@@ -50,15 +52,16 @@ _COLUMN = {name: i for i, name in enumerate(SlotNumbers._fields)}
 class SlotTokens(NamedTuple):
     """The tokens of n slots."""
 
-    best_guess: torch.Tensor  # [n, C] int64, last step's: what a commit of its own emits
-    first_canvas: torch.Tensor  # [n, C] int64, the caller's tokens at pinned positions
+    best_guess: torch.Tensor  # [n, C] int64, of the last step, which a commit of its own emits
+    first_canvas: torch.Tensor  # [n, C] int64, the client's tokens at pinned positions
 
 
 class CanvasSlots:
-    """R = most requests at once, C = canvas length, H = hidden size.
+    """The device tensors of all slots. R = most requests at once, C = canvas length, H = hidden
+    size.
 
-    What the host must know of a slot, too, is in `host_numbers` and `num_stops`: the values that a
-    request came with, without what steps made of them.
+    `host_numbers` and `num_stops` are on the host: the values that requests came with, without what
+    steps made of them.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class CanvasSlots:
         self._host_stops = np.zeros((R, MAX_FORESEEN_STOPS), dtype=np.int64)
         self._added: list[int] = []
 
-    def stage(
+    def stage_request(
         self,
         slot: int,
         *,
@@ -116,8 +119,8 @@ class CanvasSlots:
         self._added.append(slot)
 
     def apply_staged_writes(self) -> tuple[np.ndarray, torch.Tensor]:
-        """Writes the slots [n] that were added since the last step, in few copies that do not wait
-        for the device. Returns them, on the host and on the device."""
+        """Writes the n slots staged since the last step, in few copies that do not wait for the
+        device. Returns their indices [n] int64, on the host and on the device."""
         slots_np = np.unique(np.array(self._added, dtype=np.int64))
         self._added.clear()
         device = self.canvas.device
@@ -134,34 +137,36 @@ class CanvasSlots:
         return slots_np, idx
 
     @property
-    def has_added(self) -> bool:
+    def has_staged(self) -> bool:
+        """Whether requests wait for `apply_staged_writes`."""
         return bool(self._added)
 
     def host_values(self, name: str, slots_np: np.ndarray) -> np.ndarray:
-        """[n] int64: a field of `SlotNumbers` that steps do not change, of the slots [n]."""
+        """Returns [n] int64: the field `name` of `SlotNumbers`, which steps must not change, of
+        the slots [n]."""
         return self.host_numbers[slots_np, _COLUMN[name]]
 
     def read_numbers(self, idx: Index) -> SlotNumbers:
-        """The numbers of the slots `idx` [n]."""
+        """Returns the numbers of the slots `idx` [n]."""
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
     def read_tokens(self, idx: Index) -> SlotTokens:
-        """The tokens of the slots `idx` [n]."""
+        """Returns the tokens of the slots `idx` [n]."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
     def last_guess(self, idx: Index) -> torch.Tensor:
-        """[n, C] int64: the best guesses of the step before, of the slots `idx` [n]."""
+        """Returns [n, C] int64: the last step's best guesses in the slots `idx` [n]."""
         return self.tokens[idx, 0]
 
     def is_committing(self, idx: Index) -> torch.Tensor:
-        """[n] bool, of the slots `idx` [n]."""
+        """Returns [n] bool: whether the next forward commits the canvas, in the slots `idx` [n]."""
         return self.numbers[idx, _COLUMN["is_committing"]] == 1
 
     def symmetric_window(self, idx: Index) -> torch.Tensor:
-        """[n] int64, of the slots `idx` [n]."""
+        """Returns [n] int64: the window rule of the slots `idx` [n], see `SlotNumbers`."""
         return self.numbers[idx, _COLUMN["symmetric_window"]]
 
-    def write(
+    def write_progress(
         self,
         idx: Index,
         best_guess: torch.Tensor,  # [n, C] int64
@@ -174,34 +179,35 @@ class CanvasSlots:
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
 
-    def guess_before_first_step(
+    def write_first_guess(
         self,
         idx: Index,
         tokens: torch.Tensor,  # [n, C] int64; NO_TOKEN: none
     ) -> None:
+        """Writes the best guess that a canvas' first step is compared with."""
         self.tokens[idx, 0] = tokens
 
-    def pin(
+    def pin_tokens(
         self,
         slot: int,
         first_canvas: torch.Tensor,  # [L] int64, L <= C
         positions: torch.Tensor,  # [k] int64
     ) -> None:
-        """Holds the `positions` of the request's first canvas at the tokens they have there."""
+        """Pins `positions` of a request's first canvas to the tokens that they have there."""
         self.tokens[slot, -1, : len(first_canvas)] = first_canvas
         self.pinned[slot].index_fill_(0, positions, True)
 
-    def progress(self, idx: Index) -> dict[str, torch.Tensor]:
-        """Copies of everything a step changes, for the slots `idx` [n]."""
+    def copy_progress(self, idx: Index) -> dict[str, torch.Tensor]:
+        """Returns copies of everything that a step changes in the slots `idx` [n], by name."""
         return {name: getattr(self, name)[idx].clone() for name in _PROGRESS}
 
-    def take_back(
+    def restore_progress(
         self,
         idx: Index,
-        taken_back: torch.Tensor,  # [n] bool, slots that return to their earlier progress
+        taken_back: torch.Tensor,  # [n] bool, slots that are restored
         earlier: dict[str, torch.Tensor],
     ) -> None:
-        """Returns slots to what `progress` copied of them."""
+        """Restores slots to what `copy_progress` returned of them."""
         for name, before in earlier.items():
             now = getattr(self, name)
             mask = taken_back.view(-1, *[1] * (now.dim() - 1))

@@ -67,13 +67,13 @@ class Filters:
     ) -> None:
         self.rules, self.top_p, self.canvases = rules, top_p, list(canvases)
 
-    def ruled(self, batch: CanvasBatch) -> list[int]:
+    def canvases_with_rules(self, batch: CanvasBatch) -> list[int]:
         return [] if self.rules is None else self.canvases
 
     def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
         return [] if self.rules is None and self.top_p is None else self.canvases
 
-    def of_canvas(
+    def rules_of_canvas(
         self,
         i: int,
         batch: CanvasBatch,

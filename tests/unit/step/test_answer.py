@@ -63,17 +63,17 @@ def test_after_a_preemption(is_committed: bool, num_revealed: int) -> None:
     at_the_beginning = stayed.canvas
     assert at_the_beginning is not None and not at_the_beginning.is_cut
     stayed._consume(tokens[BLOCK : BLOCK + num_revealed])
-    kept.keep("a", stayed)
-    back = order(kept.take("a"))
+    kept.save("a", stayed)
+    back = order(kept.pop("a"))
     if is_committed:
         assert back.begin_canvas(THIRD, tokens[: 2 * BLOCK]) is None
         stayed.begin_canvas(THIRD, tokens[BLOCK + num_revealed : 2 * BLOCK])
-        assert (back.here, back.canvas) == (stayed.here, stayed.canvas)
+        assert (back.current_mark, back.canvas) == (stayed.current_mark, stayed.canvas)
         assert back.is_cut and back.state.plan == tokens[2 * BLOCK :]
         assert np.array_equal(back.state.compute_mask(), stayed.state.compute_mask())
     else:
         assert back.begin_canvas(SECOND, tokens[:BLOCK]) is None
-        assert back.here == back.canvas == at_the_beginning
+        assert back.current_mark == back.canvas == at_the_beginning
     assert back.kept is None, "once"
 
 
@@ -81,12 +81,12 @@ def test_preempted_again_before_anything_happened() -> None:
     """Its grammar need not be there yet."""
     begun, _ = in_second_block()
     kept = KeptMarks()
-    kept.keep("a", begun)
-    marks = kept.take("a")
+    kept.save("a", begun)
+    marks = kept.pop("a")
     waiting = Answer(Future(), PROMPT, END, wanted_stop=EOS, goes_on=False, kept=marks)
     for back in (order(marks), waiting):
-        kept.keep("a", back)
-        assert kept.take("a") == marks is not None
+        kept.save("a", back)
+        assert kept.pop("a") == marks is not None
 
 
 def test_nothing_is_kept_of_what_has_not_begun_or_is_over() -> None:
@@ -101,25 +101,25 @@ def test_nothing_is_kept_of_what_has_not_begun_or_is_over() -> None:
     begun = in_second_block()[0]
     broken.canvas = waiting.canvas = begun.canvas
     for one in (order(), ended, broken, waiting):
-        kept.keep("a", one)
-        assert kept.take("a") is None
+        kept.save("a", one)
+        assert kept.pop("a") is None
 
 
 def test_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "MOST_KEPT", 2)
     kept, begun = KeptMarks(), in_second_block()[0]
     for name in "abc":
-        kept.keep(name, begun)
-    assert [kept.take(name) is None for name in "abc"] == [True, False, False]
-    assert kept.take("c") is None, "each once"
+        kept.save(name, begun)
+    assert [kept.pop(name) is None for name in "abc"] == [True, False, False]
+    assert kept.pop("c") is None, "each once"
 
 
 @pytest.mark.parametrize("at", [2, BLOCK + 1], ids=["known before", "since"])
 def test_an_illegal_token_is_named(at: int) -> None:
     begun, tokens = in_second_block()
     kept = KeptMarks()
-    kept.keep("a", begun)
-    back, tokens = order(kept.take("a")), tokens[: 2 * BLOCK]
+    kept.save("a", begun)
+    back, tokens = order(kept.pop("a")), tokens[: 2 * BLOCK]
     tokens[at] = EOS
     assert back.begin_canvas(THIRD, tokens) == EOS
 
@@ -133,4 +133,4 @@ def test_what_ends_a_cut_answer(wanted: int | None, stops: set[int], stop: int) 
     compiled: Future[GrammarState] = Future()
     compiled.set_result(digit())
     compiled.result().stops = frozenset(stops)
-    assert Answer(compiled, PROMPT, END, wanted, goes_on=False).stop == stop
+    assert Answer(compiled, PROMPT, END, wanted, goes_on=False).stop_token == stop

@@ -11,7 +11,7 @@ def test_only_full_canvases_need_no_indices() -> None:
     batch = canvas_batch(C, [4, 4], [7, 2])
     assert batch.slots.tolist() == [7, 2] and batch.lengths.tolist() == [4, 4]
     assert batch.cells is None and batch.tokens is None and batch.valid is None
-    assert batch.by_row(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
+    assert batch.expand_to_rows(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
 
 
 def test_slots_in_order_are_a_slice() -> None:

@@ -15,7 +15,7 @@ from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.grammar.masks import mask_of_tokens
 from vllm_dllm.grammar.rows import MORE_TOKENS
 from vllm_dllm.models import vocabulary
-from vllm_dllm.step.asked.candidates import MOST_PROBABLE, canvas_rows
+from vllm_dllm.step.asked.candidates import MOST_PROBABLE, read_canvas_rows
 from vllm_dllm.step.logits.canvas_logits import WholeLogits
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
@@ -48,7 +48,7 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 
 def test_the_most_probable_tokens_of_each_row(asked: tuple) -> None:
     logits, temperature, logprobs = asked
-    rows = canvas_rows(logits, AT, temperature, None)
+    rows = read_canvas_rows(logits, AT, temperature, None)
     expected = logprobs.topk(MOST_PROBABLE)
     assert len(rows) == L
     assert np.array_equal(rows.tokens, expected.indices.numpy())
@@ -63,7 +63,7 @@ def test_the_most_probable_tokens_of_each_row(asked: tuple) -> None:
 def test_the_best_of_improbable_legal_tokens(asked: tuple) -> None:
     """Is as probable as it was among all."""
     logits, temperature, logprobs = asked
-    rows = canvas_rows(logits, AT, temperature, None)
+    rows = read_canvas_rows(logits, AT, temperature, None)
     for row in (0, 4, L - 1):
         legal = logprobs[row].argsort()[:20]
         token, logprob = rows.best_legal(row, mask_of_tokens(legal.tolist(), V))
@@ -74,7 +74,7 @@ def test_the_best_of_improbable_legal_tokens(asked: tuple) -> None:
 def test_what_is_revealed_for_good_is_sure(asked: tuple) -> None:
     """All others of its row are improbable. Of canvases that only accept for a step, nothing is."""
     logits, temperature, _ = asked
-    plain = canvas_rows(logits, AT, temperature, None)
+    plain = read_canvas_rows(logits, AT, temperature, None)
     revealed = torch.zeros(len(LENGTHS), LONGEST, dtype=torch.bool)
     revealed[AT, [2, 5]], revealed[0, 3] = True, True
     revealed[AT, L:] = True  # no rows of this canvas
@@ -82,7 +82,7 @@ def test_what_is_revealed_for_good_is_sure(asked: tuple) -> None:
     for is_chosen in (True, False):
         chosen = torch.tensor([not is_chosen, is_chosen, not is_chosen])
         reveal = Reveal(chosen, torch.ones(3), torch.ones(3), revealed, tokens)
-        rows = canvas_rows(logits, AT, temperature, reveal)
+        rows = read_canvas_rows(logits, AT, temperature, reveal)
         for row in range(L):
             if is_chosen and row in (2, 5):
                 assert rows.tokens[row, 0] == 7 and rows.logprobs[row, 0] == 0.0
@@ -96,5 +96,5 @@ def test_what_is_revealed_for_good_is_sure(asked: tuple) -> None:
 def test_no_more_tokens_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few = torch.randn(sum(LENGTHS), 5)
     model = Model(torch.randn(5, H))
-    rows = canvas_rows(make(WholeLogits, few, model), AT, torch.ones(L, 1), None)
+    rows = read_canvas_rows(make(WholeLogits, few, model), AT, torch.ones(L, 1), None)
     assert rows.tokens.shape == (L, 5) and len(rows.more(0)[0]) == 5

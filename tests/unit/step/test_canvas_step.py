@@ -21,7 +21,7 @@ GetWorker = Callable[..., Worker]
 def state(worker: Worker, req_id: str) -> list[list[float]]:
     """All that a step changes."""
     slot = torch.tensor([worker.slot(req_id)])
-    return [column[0].tolist() for column in worker.slots.progress(slot).values()]
+    return [column[0].tolist() for column in worker.slots.copy_progress(slot).values()]
 
 
 @pytest.mark.parametrize(
@@ -187,12 +187,12 @@ def test_a_forward_without_canvases_makes_whole_logits(worker: GetWorker, stream
     one = worker()
     one.stepping.model.streams_vocabulary = streams
     one.admit("a", prompt=2 * C, computed=0)
-    one.stepping.begin(one._batch({"a": C}, late=0))
+    one.stepping.begin_step(one._batch({"a": C}, late=0))
     assert not one.stepping.reads_hidden_states
-    one.stepping.begin(one._batch({"a": 3 * C}, late=0))
+    one.stepping.begin_step(one._batch({"a": 3 * C}, late=0))
     assert one.stepping.reads_hidden_states == streams
-    one.stepping.begin(one._batch({"a": C}, late=0))
+    one.stepping.begin_step(one._batch({"a": C}, late=0))
     assert not one.stepping.reads_hidden_states
-    one.stepping.begin(one._batch({"a": 3 * C}, late=0))
+    one.stepping.begin_step(one._batch({"a": 3 * C}, late=0))
     one.stepping._take_batch()
     assert not one.stepping.reads_hidden_states

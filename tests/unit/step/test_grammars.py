@@ -238,22 +238,22 @@ def test_how_long_a_canvas_is_held(patient: GetWorker, steps_done: int, reveals:
     one = patient()
     one.admit("a", **of("[0-9]+"))
     one.admit("free", seed=1)
-    one.stepping.begin(one._batch({"free": C, "a": C}, late=0))
+    one.stepping.begin_step(one._batch({"free": C, "a": C}, late=0))
     batch = one.stepping.batch
     assert batch is not None
     source, numbers = noise(2 * C), torch.tensor([0, steps_done])
     starts, none = torch.tensor([C, C]), torch.zeros(2, dtype=torch.bool)
-    logits = one.stepping._logits(source, batch, starts, torch.full((2, C), -1))
+    logits = one.stepping._wrap_logits(source, batch, starts, torch.full((2, C), -1))
     reveal = None
     if reveals:
         chosen, shown = torch.tensor([False, True]), torch.zeros(2, C, dtype=torch.bool)
         reveal = Reveal(chosen, torch.ones(2), torch.ones(2), shown, shown.long())
     warm = torch.ones(2 * C, 1)
-    found = one.asked.grammars.legal(batch, starts, none, numbers, logits, warm, reveal)
+    found = one.asked.grammars.find_legal_paths(batch, starts, none, numbers, logits, warm, reveal)
     (rows,) = logits.processed(1)
     is_held = steps_done < HELD_STEPS or reveals
     assert (rows == ILLEGAL_LOGIT).any(dim=-1).all() == is_held
     assert torch.equal(torch.cat(list(logits.processed(0))), source[:C])
     assert found.constrained.is_chosen.tolist() == [False, True]
-    skipped = one.asked.grammars.legal(batch, starts, ~none, numbers, logits, warm, None)
+    skipped = one.asked.grammars.find_legal_paths(batch, starts, ~none, numbers, logits, warm, None)
     assert not skipped.constrained.is_chosen.any() and (skipped.guess == -1).all()

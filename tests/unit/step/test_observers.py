@@ -76,9 +76,9 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
     topic = canvas_feeds.new_random_name()
     watching.add_request(request(7, f"{name}/{topic}"))
     watching.add_request(request(5, None))
-    assert watching.look_at(batch(4, 5, 7)) and not watching.look_at(batch(4, 5))
+    assert watching.are_watching(batch(4, 5, 7)) and not watching.are_watching(batch(4, 5))
     canvases = step(3, number=2, start=3 + C)
-    watching.show(canvases, batch(4, 5, 7), ["a", "b", "c"])
+    watching.show_step(canvases, batch(4, 5, 7), ["a", "b", "c"])
     canvases.tokens.zero_()  # as later steps do
     assert received(socket) == (
         topic.encode(),
@@ -94,7 +94,7 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
         },
     )
     watching.remove_request(7)
-    assert not watching.look_at(batch(4, 5, 7))
+    assert not watching.are_watching(batch(4, 5, 7))
     assert received(socket) == (topic.encode(), None), "the end"
 
 
@@ -108,7 +108,7 @@ def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
         second.bind(f"ipc://{Path(canvas_feeds.socket_folder() or '') / other}")
         for slot, topic in enumerate(topics):
             watching.add_request(request(slot, f"{other if slot == 3 else name}/{topic}"))
-        watching.show(step(5), batch(*range(5)), list("abcde"))
+        watching.show_step(step(5), batch(*range(5)), list("abcde"))
         watching.remove_request(0)
         found = [
             (t.decode(), c["tokens"]) for t, c in unpack_canvases(socket.recv()) if c is not None
@@ -134,7 +134,7 @@ def test_blocks_are_counted(
     watching = observing(blocks_are_aligned=aligned)
     watching.add_request(request(0, f"{name}/{canvas_feeds.new_random_name()}", prompt_len))
     for start in starts:
-        watching.show(step(1, start=start), batch(0), ["a"])
+        watching.show_step(step(1, start=start), batch(0), ["a"])
     assert [received(socket)[1]["block"] for _ in starts] == [0, 1, 2]
 
 
@@ -147,15 +147,15 @@ def test_names_that_lead_nowhere(folder: Path, feed: str) -> None:
     watching = observing()
     for name in (feed, "1" * 32 + "/" + "0" * 32):
         watching.add_request(request(0, name))
-        assert not watching.look_at(batch(0))
+        assert not watching.are_watching(batch(0))
 
 
 def test_of_several_workers_one_speaks(listener: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     watching = observing(trace, speaks=False)
     watching.add_request(request(0, f"{listener[1]}/{canvas_feeds.new_random_name()}"))
-    assert not watching.look_at(batch(0))
-    watching.show(step(1), batch(0), ["a"])
+    assert not watching.are_watching(batch(0))
+    watching.show_step(step(1), batch(0), ["a"])
     assert not trace.exists()
 
 
@@ -173,8 +173,8 @@ def test_a_reader_that_stands_still_holds_up_nobody(
         reading.bind(f"ipc://{Path(canvas_feeds.socket_folder() or '') / other}")
         watching.add_request(request(1, f"{other}/{canvas_feeds.new_random_name()}"))
         for number in range(2000):
-            watching.show(step(1, number), batch(0), ["a"])
-        watching.show(step(1, 5000), batch(1), ["b"])
+            watching.show_step(step(1, number), batch(0), ["a"])
+        watching.show_step(step(1, 5000), batch(1), ["b"])
         assert received(reading)[1]["step"] == 5000
 
 
@@ -182,7 +182,7 @@ def test_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))
     watching = observing()
     watching.add_request(request(0, None))
-    assert not watching.look_at(batch(0))
+    assert not watching.are_watching(batch(0))
 
 
 def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_trace_and_stream_show_the_same(listener: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     watching = observing(trace)
     watching.add_request(request(1, f"{name}/{canvas_feeds.new_random_name()}"))
-    assert watching.look_at(batch(0))
-    watching.show(step(3), batch(0, 1, 2), ["a", "b", "c"])
+    assert watching.are_watching(batch(0))
+    watching.show_step(step(3), batch(0, 1, 2), ["a", "b", "c"])
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [line["request_id"] for line in lines] == ["b", "c"]
     assert lines[1]["tokens"] == [20, 21, 22] and lines[1]["canvas"] == [120, 121, 122]
@@ -206,11 +206,11 @@ def test_a_full_disk_costs_lines_of_the_trace(
     warnings = logged(observers)
     path = tmp_path / "trace.jsonl"
     watching = observing(path)
-    watching.show(step(1), batch(0), ["before"])
+    watching.show_step(step(1), batch(0), ["before"])
     with room_for(path.stat().st_size + 20):  # of a line that is longer
         for _ in range(3):
-            watching.show(step(1), batch(0), ["lost"])
-    watching.show(step(1), batch(0), ["after"])
+            watching.show_step(step(1), batch(0), ["lost"])
+    watching.show_step(step(1), batch(0), ["after"])
     kept = [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
     assert kept == ["before", "after"]
     assert warnings == [

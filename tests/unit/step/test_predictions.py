@@ -47,7 +47,7 @@ class Step:
 
     def among(self, blocks: dict[int, list[int]]) -> Predicted | None:
         batch: Any = SimpleNamespace(slots_np=np.array(list(blocks)))
-        return self.predictions.among(batch)
+        return self.predictions.find_predicted(batch)
 
     def moved(
         self,
@@ -69,7 +69,9 @@ class Step:
             torch.full(shape[:1], may_move),
         )
         noise = torch.full(shape, NOISE)
-        pairs = zip(found.put(noise).tolist(), found.put_guess(noise).tolist(), strict=True)
+        pairs = zip(
+            found.fill_canvas(noise).tolist(), found.fill_guess(noise).tolist(), strict=True
+        )
         return dict(zip(guesses, pairs, strict=True))
 
     def behind(
@@ -80,8 +82,10 @@ class Step:
         if predicted is None:
             return None
         emitted = torch.full((len(blocks),), C * ended)
-        found = self.predictions.behind(predicted, torch.tensor(list(blocks.values())), emitted)
-        canvas = found.put(torch.full((len(blocks), C), NOISE))
+        found = self.predictions.expect_next_blocks(
+            predicted, torch.tensor(list(blocks.values())), emitted
+        )
+        canvas = found.fill_canvas(torch.full((len(blocks), C), NOISE))
         pairs = zip(canvas.tolist(), found.guess.tolist(), strict=True)
         return dict(zip(blocks, pairs, strict=True))
 

@@ -111,7 +111,7 @@ def test_nothing_is_kept_of_a_request_that_left(worker: GetWorker, kind: str) ->
     used, fresh = worker(num_workers=2), worker()
     used.admit("a", **ASKED[kind])
     batch = used._batch({"a": C}, late=0)
-    used.stepping.begin(batch)
+    used.stepping.begin_step(batch)
     assert used.stepping.batch is not None
     assert used.asked.are_plain(used.stepping.batch) == (kind not in NOT_PLAIN)
     used.step({"a": noise(2 if kind == "narrow" else C)})

@@ -86,13 +86,13 @@ def test_requests_that_come_together(
     filters: LogitFilters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    copy_to = module.copy_to
+    copy_to_device = module.copy_to_device
 
     def counted(device: torch.device, requests: Any) -> Any:
         calls.append(len(requests))
-        return copy_to(device, requests)
+        return copy_to_device(device, requests)
 
-    monkeypatch.setattr(module, "copy_to", counted)
+    monkeypatch.setattr(module, "copy_to_device", counted)
     for slot, options in enumerate(KINDS.values()):
         filters.add_request(new_request(slot, **options))
     filters.add_request(new_request(len(KINDS)))

@@ -36,7 +36,7 @@ def test_what_the_runner_reads(worker: GetWorker) -> None:
     one.admit("a")
     for says in (sure(BLOCK), sure(BLOCK)):
         batch = one._batch({"a": C}, late=0)
-        one.stepping.begin(batch)
+        one.stepping.begin_step(batch)
         out = one.sampler(says, batch)
         assert out.sampled_token_ids.shape == (1, C)
         for column in (out.sampled_token_ids, out.num_sampled, out.num_rejected):
@@ -73,7 +73,7 @@ def test_asked_for_meanwhile(worker: GetWorker) -> None:
         one.admit(name)
         return int(one.slots.host_values("num_steps", one.slot(name)))
 
-    with pytest.raises(KeyError), one.sampler.asked_for(wanted):
+    with pytest.raises(KeyError), one.sampler.replace_params(wanted):
         assert num_steps("a") == 7
         raise KeyError
     assert num_steps("b") == 48

@@ -16,7 +16,11 @@ from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.logit_rules import LogitRules, Penalties
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
 from vllm_dllm.step.logits.canvas_logits import MaskedLogits
-from vllm_dllm.step.logits.sampling_memory import SamplingMemory, step_bytes, whole_rows
+from vllm_dllm.step.logits.sampling_memory import (
+    SamplingMemory,
+    most_step_bytes,
+    rows_within_budget,
+)
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 
@@ -133,7 +137,7 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
     use()
     held = source.nbytes + peak_bytes(use)
     assert memory.peak_bytes / 2 < held <= memory.peak_bytes
-    assert memory.peak_bytes <= step_bytes(small, ROWS, SMALL_BUDGET)
+    assert memory.peak_bytes <= most_step_bytes(small, ROWS, SMALL_BUDGET)
 
 
 @pytest.fixture
@@ -153,6 +157,6 @@ def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> Non
 
     whole = score()
     assert peak_bytes(score) > 3 * BUDGET
-    prompt_logprobs.limit_prompt_logprob_rows(whole_rows(V, BUDGET))
+    prompt_logprobs.limit_prompt_logprob_rows(rows_within_budget(V, BUDGET))
     assert BUDGET / 8 < peak_bytes(score) <= BUDGET
     tolerances.assert_within(score(), whole, 2 * tolerances.softmax(V, largest_logit=30.0))

@@ -67,14 +67,14 @@ class Step(UniformStep):
         self._numbers = None
         settings = SlotSettings(CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE)
         nothing = SimpleNamespace(
-            compiling=lambda batch: None,
+            still_compiling=lambda batch: None,
             cut_answers=lambda batch: (),
-            concern=lambda batch: False,
-            among=lambda batch: None,
+            any_in=lambda batch: False,
+            find_predicted=lambda batch: None,
             has_pins=lambda batch: False,
-            behind=lambda *of_blocks: None,
+            expect_next_blocks=lambda *of_blocks: None,
             report=lambda *of_canvases: None,
-            look_at=lambda batch: False,
+            are_watching=lambda batch: False,
             count_emitted=lambda *of_blocks: None,
             apply_staged_writes=lambda within_s: None,
         )
@@ -88,7 +88,7 @@ class Step(UniformStep):
         )
         self.settling = Settling(self.slots, self.requests, spares_last_commit=spares)
 
-    def _logits(self, *of_step: Any) -> Any:
+    def _wrap_logits(self, *of_step: Any) -> Any:
         return SimpleNamespace(read=lambda temperature, draw: (self.stats, self.soft_rows))
 
     def admit(self, slot: int, kind: str) -> None:
@@ -181,7 +181,7 @@ def test_settle(batch: str, spares: bool, joins: bool) -> None:
     for seed in range(5):
         plain, fused = (step_of(seed, *BATCHES[batch], f, spares, joins) for f in (False, True))
         assert plain.slots.numbers.equal(fused.slots.numbers)
-        cut = plain._read(plain.batch, plain.input_batch).cut
+        cut = plain._read_slots(plain.batch, plain.input_batch).cut
         for is_cut in [False] if cut is None else cut.tolist():
             seen.setdefault("is cut", set()).add(is_cut)
         expected, ours = take(plain), take(fused)

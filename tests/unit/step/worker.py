@@ -196,7 +196,7 @@ class Worker:
         [rows, V]: known tokens first, and then the canvas. `late`: tokens more than there are that
         the scheduler may know of."""
         batch = self._batch({req_id: len(rows) for req_id, rows in says.items()}, late)
-        self.stepping.begin(batch)
+        self.stepping.begin_step(batch)
         out = self.sampler(torch.cat(list(says.values()))[batch.logits_indices], batch)
         rejected = dict(zip(says, out.num_rejected.tolist(), strict=True))
         step = Step({}, rejected, out.logprobs_tensors)

@@ -1,4 +1,4 @@
-"""How far the answer to a request with a grammar has come, on the worker."""
+"""Tracks how far the answer of a request with a grammar has come, on the worker."""
 
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -8,37 +8,39 @@ from typing import NamedTuple
 from vllm_dllm.grammar.state import GrammarState
 
 MOST_KEPT = 1024
-"""Answers that are remembered after their requests left, since some are preempted and come back."""
+"""How many answers are remembered after their requests left: preempted ones come back."""
 
 
 class Mark(NamedTuple):
-    """A place in an answer, and what the tokens before it do not tell."""
+    """A place in an answer, and what cannot be told from the tokens before it."""
 
     position: int  # absolute
-    plan: list[int] | None  # tokens that complete the answer from here, as a step before found
+    plan: list[int] | None  # tokens that complete the answer from here, as an earlier step found
     is_cut: bool
 
 
 @dataclass
 class Answer:
-    """One request's."""
+    """The answer of one request with a grammar."""
 
     grammar: Future[GrammarState]
     position: int  # absolute, of the next token
-    end: int  # absolute, behind the last token that it may get
-    wanted_stop: int | None  # ends an answer that is cut, if nothing excludes it
-    goes_on: bool  # behind its end, with what the model likes
-    is_cut: bool = False  # and closed, as its tokens do not hold what the model wants to say
-    next_forced: list[int] = field(default_factory=list)  # of the canvas behind the present one
-    canvas: Mark | None = None  # where the present one begins
-    kept: tuple[Mark, Mark] | None = None  # `marks` of the time before a preemption
+    end: int  # absolute, after the last token that it may get
+    wanted_stop: int | None  # the stop token of an answer that is cut, if nothing excludes it
+    goes_on: bool  # whether the request wants tokens after the grammar's end
+    is_cut: bool = False  # whether it was closed early, because its tokens run out
+    next_forced: list[int] = field(default_factory=list)  # tokens that begin the next canvas
+    canvas: Mark | None = None  # where the present canvas begins
+    kept: tuple[Mark, Mark] | None = None  # `marks_to_keep` from before a preemption
 
     @property
     def state(self) -> GrammarState:
+        """The grammar's state at `position`. Waits until the grammar is compiled."""
         return self.grammar.result()
 
     @property
-    def stop(self) -> int:
+    def stop_token(self) -> int:
+        """The token that ends the answer: the wanted one, else EOS, if they are stop tokens."""
         stops, own = self.state.stops, self.state.vocabulary.tokenizer.eos_token
         for stop in (self.wanted_stop, own):
             if stop is not None and stop in stops:
@@ -46,18 +48,20 @@ class Answer:
         return min(stops)
 
     @property
-    def here(self) -> Mark:
+    def current_mark(self) -> Mark:
+        """The mark at `position`."""
         return Mark(self.position, self.state.plan, self.is_cut)
 
-    def marks(self) -> tuple[Mark, Mark] | None:
-        """Where the canvas begins and where the answer is now; None: nothing is to be kept."""
+    def marks_to_keep(self) -> tuple[Mark, Mark] | None:
+        """Returns the marks of the canvas' beginning and of the present position, for when the
+        request comes back. None: there is nothing to keep."""
         if self.canvas is None or self.state.has_ended:
             return None
-        return self.canvas, self.here
+        return self.canvas, self.current_mark
 
     def begin_canvas(self, begin: int, emitted: list[int]) -> int | None:
-        """Consumes what has been emitted since, up to `begin`. Returns a token that is illegal, if
-        there is one."""
+        """Moves on to a canvas that begins at position `begin`, by the tokens `emitted` since.
+        Returns the first one that is illegal; None: all are legal."""
         if self.kept is not None:
             canvas, latest = self.kept
             # A canvas that was not finished starts anew.
@@ -71,11 +75,11 @@ class Answer:
         rejected = self._consume(emitted)
         self.position = max(self.position, begin)
         if self.canvas is None or self.canvas.position != begin:
-            self.canvas = self.here
+            self.canvas = self.current_mark
         return rejected
 
     def _consume(self, tokens: list[int]) -> int | None:
-        """Goes on by emitted tokens, to the end of the form. Returns the first illegal one."""
+        """Moves the grammar on by emitted tokens, up to its end. Returns the first illegal one."""
         for token in tokens:
             if self.state.has_ended:
                 break
@@ -86,21 +90,22 @@ class Answer:
 
 
 class KeptMarks:
-    """Keeps the marks of requests that left, by id: a preempted one's answer goes on as if it had
-    stayed."""
+    """Keeps the marks of requests that left, by id, so that a preempted one's answer goes on as if
+    the request had stayed."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[str, tuple[Mark, Mark]] = OrderedDict()
 
-    def keep(self, req_id: str, answer: Answer) -> None:
-        """Keeps how far a preempted request has come."""
+    def save(self, req_id: str, answer: Answer) -> None:
+        """Keeps the marks of a request that leaves, if it has any."""
         marks, grammar = answer.kept, answer.grammar
         if marks is None and grammar.done() and grammar.exception() is None:
-            marks = answer.marks()
+            marks = answer.marks_to_keep()
         if marks is not None:
             self._marks[req_id] = marks
             if len(self._marks) > MOST_KEPT:
                 self._marks.popitem(last=False)
 
-    def take(self, req_id: str) -> tuple[Mark, Mark] | None:
+    def pop(self, req_id: str) -> tuple[Mark, Mark] | None:
+        """Returns the marks of a request that comes back, once. None: it has none."""
         return self._marks.pop(req_id, None)

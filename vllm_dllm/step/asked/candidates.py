@@ -1,4 +1,4 @@
-"""What a grammar's walk on the host asks of a canvas' logits."""
+"""Brings the most probable tokens of a canvas to the host, where a grammar finds its legal path."""
 
 from functools import partial
 
@@ -12,26 +12,27 @@ from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 
 MOST_PROBABLE = 32
-"""Tokens of each row that go to the host. Where none of them is legal, the row is asked again."""
+"""Tokens of each row that go to the host. A row in which none of them is legal is read again."""
 _REVEALED_NATS = 20.0
-"""How much less probable than a revealed token the others of its row count."""
+"""How much the log-probability of other tokens is lowered in the row of a revealed one."""
 
 
-def canvas_rows(
+def read_canvas_rows(
     logits: CanvasLogits,
     i: int,
     temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
     revealing: Reveal | None,
 ) -> CanvasRows:
-    """Canvas i's, on the host: waits for the device."""
+    """Returns the most probable tokens of canvas i on the host, with functions that read more of a
+    row. Waits for the device."""
     tokens, logprobs = _top_tokens(logits, i, temperature, MOST_PROBABLE)
     if revealing is not None:
-        tokens, logprobs = _revealed_first(tokens, logprobs, revealing, i)
+        tokens, logprobs = _put_revealed_first(tokens, logprobs, revealing, i)
     return CanvasRows(
         tokens.cpu().numpy(),
         logprobs.cpu().numpy(),
         partial(_best_legal, logits, i, temperature),
-        partial(_most_probable, logits, i, temperature),
+        partial(_deep_top_tokens, logits, i, temperature),
     )
 
 
@@ -41,8 +42,8 @@ def _top_tokens(
     row_temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
     k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most probable tokens [L, k] int64 of each row of canvas i, the best first, and their
-    log-probabilities [L, k] fp32."""
+    """Returns the k most probable tokens [L, k] int64 of each row of canvas i, the best first, and
+    their log-probabilities [L, k] fp32."""
     tokens, logprobs, first = [], [], 0
     for rows in logits.processed(i):
         scaled = rows / row_temperature[first : first + len(rows)]
@@ -60,7 +61,8 @@ def _best_legal(
     row: int,
     words: np.ndarray,  # [W] uint32
 ) -> tuple[int, float]:
-    """The most probable token of `words` in a row, and its log-probability among all tokens."""
+    """Returns a row's most probable token of the set `words`, 32 tokens a word, and its
+    log-probability among all tokens. Waits for the device."""
     scaled = logits.row(i, row) / temperature[row]
     is_legal = unpack_mask(words, len(scaled))
     among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
@@ -70,25 +72,26 @@ def _best_legal(
     return int(chosen), logprob
 
 
-def _most_probable(
+def _deep_top_tokens(
     logits: CanvasLogits,
     i: int,
     temperature: torch.Tensor,  # [L, 1] fp32
     row: int,
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the `DEEP` most probable tokens of a row, int64, and their log-probabilities."""
     scaled = logits.row(i, row) / temperature[row]
     top = scaled.topk(min(MORE_TOKENS, len(scaled)))
     logprobs = top.values - scaled.logsumexp(dim=-1)
     return top.indices.cpu().numpy(), logprobs.cpu().numpy()
 
 
-def _revealed_first(
+def _put_revealed_first(
     tokens: torch.Tensor,  # [L, k] int64
     logprobs: torch.Tensor,  # [L, k] fp32
     revealing: Reveal,
     i: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What has been revealed for good comes first in its row, and is sure."""
+    """Puts tokens that are revealed permanently first in their rows, with probability 1."""
     L = len(tokens)
     is_revealed = (revealing.revealed[i, :L] & revealing.is_chosen[i])[:, None]
     shown = revealing.tokens[i, :L, None]

@@ -1,6 +1,6 @@
-"""The grammars of a masked model's requests: each step reveals a legal run of their canvases.
+"""Grammars of masked models: each step reveals a legal run of tokens in a request's canvas.
 
-A revealed token stays, so a grammar's state moves on with what is revealed, not with what is
+A revealed token stays, so a grammar's state moves on when tokens are revealed, not when they are
 emitted. The run is found on the host, so a step with such a canvas waits for the device.
 """
 
@@ -18,21 +18,21 @@ from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 
-_NONE = -1
-_ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)
+_NONE = -1  # no token
+_ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)  # reveals one token
 
 
 class LegalDraws(NamedTuple):
-    """How tokens are drawn from the rows of a step."""
+    """Draws tokens from the rows of a step, with or without a grammar."""
 
     logits: MaskedLogits
     row_temperature: torch.Tensor  # [rows, 1] fp32
     uniform: torch.Tensor | None  # [rows] float64; None: all are greedy
     is_greedy: torch.Tensor  # [rows] bool
-    judges_unscaled: bool
+    judges_unscaled: bool  # see `MaskedLogits.draw`
 
     def draw_all(self) -> Candidates:
-        """[rows]: of every row, without grammars."""
+        """Draws a candidate from every row, [rows], without grammars."""
         return self.logits.draw(
             self.row_temperature,
             self.uniform,
@@ -40,19 +40,19 @@ class LegalDraws(NamedTuple):
             judges_unscaled=self.judges_unscaled,
         )
 
-    def without(self, excluded: torch.Tensor) -> torch.Tensor:
-        """[rows] int64: other candidates of every row, none of the tokens `excluded` [m]."""
+    def draw_all_without(self, excluded: torch.Tensor) -> torch.Tensor:
+        """Draws a token from every row, [rows] int64, but none of `excluded` [m] int64."""
         num_rows = len(self.is_greedy)
         rows = torch.arange(num_rows, device=excluded.device)
         return self._draw_without(rows, excluded.expand(num_rows, -1), self.uniform)
 
-    def another(
+    def draw_rows_without(
         self,
         rows: torch.Tensor,  # [k] int64
         excluded: torch.Tensor,  # [k, m] int64
         uniform: torch.Tensor,  # [k] float64
     ) -> torch.Tensor:
-        """[k] int64: other candidates of these rows, none of the tokens that each excludes."""
+        """Draws a token from each of `rows`, [k] int64, but none that the row excludes."""
         return self._draw_without(rows, excluded, None if self.uniform is None else uniform)
 
     def _draw_without(
@@ -63,10 +63,12 @@ class LegalDraws(NamedTuple):
         )
 
     def judge(self, i: int) -> ChooseCandidate:
-        """Judges the candidates of canvas i."""
-        return partial(self._draw, self.logits.batch.rows_of(i).start)
+        """Returns the function that draws and judges a token of canvas i, for a row and a set of
+        tokens."""
+        return partial(self._judge_row, self.logits.batch.rows_of(i).start)
 
-    def _draw(self, first: int, row: int, words: np.ndarray | None) -> RowCandidate:
+    def _judge_row(self, first: int, row: int, words: np.ndarray | None) -> RowCandidate:
+        """Draws a token of the set `words` from row `first + row`. Waits for the device."""
         drawn = self.logits.draw_legal(
             first + row,
             words,
@@ -81,10 +83,12 @@ class LegalDraws(NamedTuple):
 
 
 class GrammarRuns(CanvasGrammars):
-    def _begin(self, slot: int, answer: Answer) -> None:
-        """Its first canvas is hidden like any other."""
+    """Grammars by slot, for masked models."""
 
-    def runs(
+    def _write_forced_start(self, slot: int, answer: Answer) -> None:
+        """Writes nothing: a first canvas is hidden like any other."""
+
+    def reveal_runs(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
@@ -93,8 +97,8 @@ class GrammarRuns(CanvasGrammars):
         draws: LegalDraws,
         part_length: int | None,  # see `RunRule`
     ) -> Held | None:
-        """What this step reveals. None: no canvas has a grammar."""
-        if not self.concern(batch):
+        """Returns what this step reveals of canvases with a grammar. None: no canvas has one."""
+        if not self.any_in(batch):
             return None
         n, C = batch.num_canvases, batch.canvas_length
         tokens = np.full((n, C), _NONE, dtype=np.int64)
@@ -111,29 +115,30 @@ class GrammarRuns(CanvasGrammars):
                 continue
             rule = RunRule(int(least), threshold, entropy_bound, part_length, int(begin) % C)
             length = int(batch.lengths_np[i])
-            run = self._run(slot, int(begin), length, draws.judge(i), rule)
+            run = self._reveal_in_canvas(slot, int(begin), length, draws.judge(i), rule)
             if run is not None:
                 first, end = run.first, run.first + len(run.tokens)
                 is_held[i], tokens[i, first:end] = True, run.tokens
                 revealed[i, first : length if run.is_last else end] = True
         return Held(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
 
-    def _run(
+    def _reveal_in_canvas(
         self, slot: int, begin: int, length: int, judge: ChooseCandidate, rule: RunRule
     ) -> "_Run | None":
-        """None: the canvas is as free as others."""
-        answer = self._ready(slot, begin)
+        """Returns the run that a step reveals in one canvas. None: no grammar holds the canvas any
+        more."""
+        answer = self._update_answer(slot, begin)
         if answer is None or answer.position >= answer.end:
             return None
         first = answer.position - begin
-        tokens = self._reveal(slot, answer, judge, first, length, rule)
+        tokens = self._reveal_run(slot, answer, judge, first, length, rule)
         if tokens is None:
             return None
         # Nobody reads what is behind the end; a request that wants it gets what the model likes.
         ended = answer.state.has_ended and not answer.goes_on
         return _Run(first, tokens, ended or answer.position == answer.end)
 
-    def _reveal(
+    def _reveal_run(
         self,
         slot: int,
         answer: Answer,
@@ -142,10 +147,13 @@ class GrammarRuns(CanvasGrammars):
         length: int,
         rule: RunRule,
     ) -> list[int] | None:
-        """None: the grammar is given up."""
+        """Reveals legal tokens from row `first` on, and moves the answer on by them. None: there is
+        no legal path, and the grammar is given up."""
         num_tokens = answer.end - answer.position
         try:
-            run = reveal_run(answer.state, judge, first, length, num_tokens, rule, answer.stop)
+            run = reveal_run(
+                answer.state, judge, first, length, num_tokens, rule, answer.stop_token
+            )
         except StuckError as error:
             self._give_up(slot, str(error))
             return None
@@ -153,18 +161,18 @@ class GrammarRuns(CanvasGrammars):
         answer.is_cut |= run.is_cut
         return run.tokens
 
-    def following(
+    def legal_next_tokens(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        are_verified: torch.Tensor,  # [n] bool, canvases whose rows foretell the tokens behind them
+        are_verified: torch.Tensor,  # [n] bool, canvases whose rows predict the tokens behind them
         canvas: torch.Tensor,  # [n, C] int64
         draws: LegalDraws,
         tokens: torch.Tensor,  # [n, C] int64, behind each row, without grammars
     ) -> torch.Tensor:
-        """[n, C] int64: `tokens`, legal ones where there is a grammar, up to the first that the
-        canvas does not hold."""
-        if not self.concern(batch):
+        """Returns `tokens` [n, C] int64, with legal ones where there is a grammar, up to the first
+        that differs from the canvas."""
+        if not self.any_in(batch):
             return tokens
         chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
         on_host = torch.cat((starts[:, None], are_verified.long()[:, None], canvas), dim=1).tolist()
@@ -172,12 +180,13 @@ class GrammarRuns(CanvasGrammars):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
             if slot not in self._answers or not is_verified:
                 continue
-            answer = self._ready(slot, start + 1)
+            answer = self._update_answer(slot, start + 1)
             for row, draft in zip(range(length), [*drafted, _NONE], strict=False):
                 if answer is None or answer.state.has_ended or answer.position >= answer.end:
                     break
-                answer.canvas = answer.here  # if the request is preempted, it begins here again
-                run = self._reveal(slot, answer, draws.judge(i), row, row + 1, _ONE)
+                # If the request is preempted, its canvas begins here again.
+                answer.canvas = answer.current_mark
+                run = self._reveal_run(slot, answer, draws.judge(i), row, row + 1, _ONE)
                 if run is None:
                     break
                 (chosen[i, row],) = run
@@ -186,7 +195,7 @@ class GrammarRuns(CanvasGrammars):
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)
 
-    def first_tokens(
+    def legal_first_tokens(
         self,
         rows: CanvasBatch,  # one of each request
         starts: torch.Tensor,  # [n] int64, where their canvases begin
@@ -194,9 +203,9 @@ class GrammarRuns(CanvasGrammars):
         draws: LegalDraws,
         tokens: torch.Tensor,  # [n] int64, without grammars
     ) -> torch.Tensor:
-        """[n] int64: `tokens`, legal ones where there is a grammar. Waits for one that is still
-        being compiled."""
-        if not self.concern(rows):
+        """Returns `tokens` [n] int64, with legal ones where there is a grammar. Waits for grammars
+        that are still being compiled."""
+        if not self.any_in(rows):
             return tokens
         begin = torch.ones_like(starts) if is_new is None else is_new.long()
         chosen = np.full(rows.num_canvases, _NONE, dtype=np.int64)
@@ -205,16 +214,18 @@ class GrammarRuns(CanvasGrammars):
             if slot not in self._answers or not begins:
                 continue
             self._added.pop(slot, None)
-            answer = self._ready(slot, start)
+            answer = self._update_answer(slot, start)
             if answer is None or answer.position >= answer.end:
                 continue
-            if (run := self._reveal(slot, answer, draws.judge(i), 0, 1, _ONE)) is not None:
+            if (run := self._reveal_run(slot, answer, draws.judge(i), 0, 1, _ONE)) is not None:
                 (chosen[i],) = run
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)
 
 
 class _Run(NamedTuple):
+    """What a step reveals in one canvas."""
+
     first: int  # row of the canvas
     tokens: list[int]  # from there on
     is_last: bool  # no row behind it matters

@@ -1,7 +1,7 @@
-"""The grammars of a batch's requests: each canvas of theirs stands for a legal path in every step.
+"""Grammars of uniform canvases: in each step, a canvas' best guess is a legal path.
 
-The walk runs on the host, so a step with such a canvas waits for the device. Steps without one do
-not.
+The path is found on the host, so a step with such a canvas waits for the device. Steps without one
+do not.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclusions
 from vllm_dllm.step.asked.answer import Answer, KeptMarks
-from vllm_dllm.step.asked.candidates import canvas_rows
+from vllm_dllm.step.asked.candidates import read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 from vllm_dllm.step.logits.row_masks import RowMasks
@@ -39,33 +39,33 @@ from vllm_dllm.step.slots import CanvasSlots
 logger = init_logger(__name__)
 
 COMPILED_WITHIN_S = 0.02
-"""For which a step waits. Most grammars take a millisecond or two; the canvas of one that takes
+"""How long a step waits for grammars. Most take a millisecond or two; the canvas of one that takes
 longer sits steps out, and nobody else waits for it."""
 HELD_STEPS = 4
-"""A canvas' first, in which its candidates and the expected embeddings are of legal tokens alone. A
-model that is not sure by then is at odds with the form: held on to legal tokens it does not come to
-rest, and left alone it does. Its path is legal all the same."""
-_NONE = -1
+"""A canvas' first steps, in which candidates and expected embeddings are of legal tokens only. If
+the model is not sure by then, its canvas would go on changing under this rule, and does not without
+it. The best guess is a legal path in all steps."""
+_NONE = -1  # no token
 
 
 class Legal(NamedTuple):
-    """What grammars make of a step's n canvases."""
+    """The legal paths of a step's n canvases."""
 
     constrained: LegalPaths
-    guess: torch.Tensor  # [n, C] int64, the paths; -1 where none goes
+    guess: torch.Tensor  # [n, C] int64, the paths; -1 where there is none
     logprob: torch.Tensor  # [n, C] fp32, of the path's tokens
-    next_forced: torch.Tensor  # [n, C] int64, how the canvases behind begin; -1: as they like
+    next_forced: torch.Tensor  # [n, C] int64, tokens that begin the next canvases; -1: none
 
     def apply(self, stats: RowStats) -> RowStats:
-        """`stats`, fields [n, C], with the paths in place of the best guesses."""
+        """Returns `stats`, fields [n, C], with the paths in place of the best guesses."""
         differs = (self.guess != _NONE) & (self.guess != stats.best_guess)
         return stats._replace(
             best_guess=torch.where(differs, self.guess, stats.best_guess),
             best_logprob=torch.where(differs, self.logprob, stats.best_logprob),
         )
 
-    def begin(self, next_canvas: torch.Tensor) -> torch.Tensor:
-        """`next_canvas` [n, C] with what the grammars force at its start."""
+    def force_starts(self, next_canvas: torch.Tensor) -> torch.Tensor:
+        """Returns `next_canvas` [n, C] with the tokens that grammars force at its start."""
         return torch.where(self.next_forced == _NONE, next_canvas, self.next_forced)
 
 
@@ -79,8 +79,8 @@ class CanvasGrammars:
         self._device = slots.canvas.device
         self._answers: dict[int, Answer] = {}
         self._kept = KeptMarks()
-        self._added: dict[int, int] = {}  # slot -> where its first canvas begins
-        # Workers that share a model must denoise the same canvases: they wait for the slowest.
+        self._added: dict[int, int] = {}  # slot -> absolute position where its canvas begins
+        # Tensor-parallel workers must denoise the same canvases: they wait for the slowest.
         self._waits = vllm_config.parallel_config.tensor_parallel_size > 1
         self._compiler: ThreadPoolExecutor | None = None
 
@@ -100,13 +100,14 @@ class CanvasGrammars:
             end=int(self._slots.host_values("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
             goes_on=params.ignore_eos,
-            kept=self._kept.take(req_id),
+            kept=self._kept.pop(req_id),
         )
         self._added[request.slot] = request.prefill_len
 
     def _compile(
         self, params: SamplingParams, stops: frozenset[int], options: RequestOptions
     ) -> GrammarState:
+        """Compiles a request's grammar; runs in a thread."""
         assert params.structured_outputs is not None
         reasoning = None if options.reasoning is None else Reasoning(*options.reasoning)
         model_config = self._config.model_config
@@ -116,7 +117,8 @@ class CanvasGrammars:
         return grammars.start_state(text, stops, exclusions, params.min_tokens, reasoning)
 
     def apply_staged_writes(self, within_s: float = COMPILED_WITHIN_S) -> None:
-        """Again after each step that `compiling` has kept a canvas out of."""
+        """Writes the forced start of new requests' canvases whose grammars are compiled. Called
+        again after each step that `still_compiling` has kept a canvas out of."""
         if not self._added:
             return
         added = {self._answers[slot].grammar for slot in self._added}
@@ -125,22 +127,22 @@ class CanvasGrammars:
             if self._answers[slot].grammar not in done:
                 continue
             del self._added[slot]
-            if (answer := self._ready(slot, begin)) is not None:
-                self._begin(slot, answer)
+            if (answer := self._update_answer(slot, begin)) is not None:
+                self._write_forced_start(slot, answer)
 
-    def _begin(self, slot: int, answer: Answer) -> None:
-        """The slot's first canvas holds what is forced at its start."""
+    def _write_forced_start(self, slot: int, answer: Answer) -> None:
+        """Writes the tokens that the grammar forces at the start of the slot's canvas."""
         forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
         self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
     def remove_request(self, slot: int) -> None:
         self._added.pop(slot, None)
         if (answer := self._answers.pop(slot, None)) is not None:
-            self._kept.keep(self._req_states.index_to_req_id[slot], answer)
+            self._kept.save(self._req_states.index_to_req_id[slot], answer)
 
-    def _ready(self, slot: int, begin: int) -> Answer | None:
-        """The slot's answer with what has been emitted up to `begin` consumed; None if the grammar
-        has nothing to say any more."""
+    def _update_answer(self, slot: int, begin: int) -> Answer | None:
+        """Moves the slot's answer on to `begin` by what was emitted, and returns it. None: the
+        grammar has ended or is given up. Waits until it is compiled."""
         answer = self._answers[slot]
         if (error := answer.grammar.exception()) is not None:  # waits
             self._give_up(slot, str(error))
@@ -154,34 +156,36 @@ class CanvasGrammars:
         return None if answer.state.has_ended else answer
 
     def _give_up(self, slot: int, why: str) -> None:
-        """The scheduler checks what is emitted and ends the request with an error if it must."""
+        """Forgets the grammar, and says `why` in the log. The scheduler checks what is emitted, and
+        ends the request with an error if it is illegal."""
         logger.error("A request goes on without its grammar: %s.", why)
         self.remove_request(slot)
 
     def cut_answers(self, batch: CanvasBatch) -> list[int]:
-        """Indices in the step's batch: requests whose answers are cut, as their canvases stand."""
+        """Returns indices in the step's batch of requests whose answers are closed early."""
         requests = zip(batch.slots_np.tolist(), batch.requests_np.tolist(), strict=True)
         cut = {slot for slot, answer in self._answers.items() if answer.is_cut}
         return [request for slot, request in requests if slot in cut]
 
     # --- a step -----------------------------------------------------------------------------
 
-    def compiling(self, batch: CanvasBatch) -> torch.Tensor | None:
-        """[n] bool: canvases whose grammar is not there yet, so that this step says nothing about
-        them. None: all are there."""
+    def still_compiling(self, batch: CanvasBatch) -> torch.Tensor | None:
+        """Returns [n] bool: canvases whose grammar is not compiled yet, so that their step is taken
+        back. None: all are compiled."""
         if not self._added:
             return None
         waiting = [slot in self._added for slot in batch.slots_np.tolist()]
         return self._to_device(waiting) if any(waiting) else None
 
-    def ruled(self, batch: CanvasBatch) -> list[int]:
-        """Canvases whose requests have a grammar."""
+    def canvases_with_grammar(self, batch: CanvasBatch) -> list[int]:
+        """Returns indices of canvases whose requests have a grammar."""
         return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
 
-    def concern(self, batch: CanvasBatch) -> bool:
+    def any_in(self, batch: CanvasBatch) -> bool:
+        """Whether any request of the batch has a grammar."""
         return not self._answers.keys().isdisjoint(batch.slots_np.tolist())
 
-    def legal(
+    def find_legal_paths(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
@@ -191,10 +195,10 @@ class CanvasGrammars:
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         revealing: Reveal | None,
     ) -> Legal:
-        """The legal paths of this step. Excludes what is illegal from `logits`, of canvases in
-        their first `HELD_STEPS`, and of those that are revealed for good: in these every step
-        shows something that stays."""
-        mine = self.ruled(batch)
+        """Finds the legal paths of this step. Excludes illegal tokens from `logits` of canvases in
+        their first `HELD_STEPS`, and of those that are revealed permanently, in which every step
+        reveals tokens that stay."""
+        mine = self.canvases_with_grammar(batch)
         n, C = batch.num_canvases, batch.canvas_length
         guess = np.full((n, C), _NONE, dtype=np.int64)
         following = np.full((n, C), _NONE, dtype=np.int64)
@@ -209,7 +213,7 @@ class CanvasGrammars:
             begin, is_skipped, holds = int(on_host[0][i]), bool(on_host[1][i]), on_host[2][i]
             path = None
             if not is_skipped:
-                path = self._path(i, slot, begin, batch, logits, row_temperature, revealing)
+                path = self._find_path(i, slot, begin, batch, logits, row_temperature, revealing)
             if path is not None:
                 guess[i, : len(path.tokens)] = path.tokens
                 logprob[i, : len(path.tokens)] = path.logprobs
@@ -226,7 +230,7 @@ class CanvasGrammars:
         constrained = LegalPaths(is_chosen, is_forced, free=is_chosen[:, None] & ~has_path)
         return Legal(constrained, tokens[0], self._to_device(logprob), tokens[1])
 
-    def _path(
+    def _find_path(
         self,
         i: int,
         slot: int,
@@ -236,8 +240,9 @@ class CanvasGrammars:
         row_temperature: torch.Tensor,
         revealing: Reveal | None,
     ) -> LegalPath | None:
-        """Canvas i's."""
-        answer = self._ready(slot, begin)
+        """Finds the legal path of canvas i. None: its grammar has ended or is given up, or no token
+        of the canvas belongs to the answer."""
+        answer = self._update_answer(slot, begin)
         length = int(batch.lengths_np[i])
         if answer is None:
             return None
@@ -245,9 +250,9 @@ class CanvasGrammars:
         if num_tokens <= 0:
             return None
         temperature = row_temperature[batch.rows_of(i)]
-        rows = canvas_rows(logits, i, temperature, revealing)
+        rows = read_canvas_rows(logits, i, temperature, revealing)
         try:
-            found = constrain_canvas(answer.state, rows, num_tokens, answer.stop)
+            found = constrain_canvas(answer.state, rows, num_tokens, answer.stop_token)
         except StuckError as error:
             self._give_up(slot, str(error))
             return None
@@ -259,6 +264,7 @@ class CanvasGrammars:
 
 
 def _exclude_illegal(logits: CanvasLogits, i: int, path: LegalPath) -> None:
+    """Excludes from canvas i's logits the tokens that a path's rows do not allow."""
     if path.masks:
         rows = sorted(path.masks)
         words = np.stack([path.masks[row] for row in rows])

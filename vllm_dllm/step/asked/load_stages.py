@@ -1,4 +1,4 @@
-"""Thresholds that follow the load: a step of many canvases finishes some of them sooner."""
+"""Loosens thresholds under load: a step of many canvases finishes some of them sooner."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from vllm_dllm.denoise.step import StepRules
 
 
 class LoadStages:
-    """The load is the number of canvases in a step: the host knows it, and it is the same on every
-    rank. The clock would say more, and something else on each."""
+    """The server's stages of load, by the number of canvases in a step, which the host knows and
+    which is the same on every rank."""
 
     def __init__(self, stages: Sequence[LoadStage], device: torch.device) -> None:
         self._starts = [stage.canvases for stage in stages]
-        # [stages + 1] fp32, by stage; the first is none.
+        # [stages + 1] fp32, by how many stages apply; the first value changes no threshold.
         confidence = [0.0, *(stage.confidence_threshold for stage in stages)]
         stability = [torch.inf, *(float(stage.stability_threshold) for stage in stages)]
         self.confidence = torch.tensor(confidence, device=device)
         self.stability = torch.tensor(stability, device=device)
 
     def reached(self, num_canvases: int) -> int:
-        """How many stages apply to a step; 0: none."""
+        """Returns how many stages apply to a step; 0: none."""
         return bisect_right(self._starts, num_canvases)
 
     def loosen(
@@ -31,7 +31,8 @@ class LoadStages:
         allowed: torch.Tensor,  # [n] int64, how many stages each canvas' request allows
         reached: int,
     ) -> StepRules:
-        """`rules` of n canvases, as tensors, where the stages that apply are looser."""
+        """Returns the rules of n canvases, as tensors [n], with the looser of their own thresholds
+        and those of the stages that apply."""
         stage = allowed.clamp(max=reached)
         return rules._replace(
             confidence_threshold=torch.maximum(

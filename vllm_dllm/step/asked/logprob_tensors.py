@@ -1,8 +1,4 @@
-"""Log-probabilities of emitted tokens.
-
-A block that has a commit of its own is emitted one step after the step that decided it, so each
-step's log-probabilities are kept for one step: a commit reports those of the step before it.
-"""
+"""Computes log-probabilities of tokens, and selects, pads and joins tensors of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +13,17 @@ from vllm_dllm.compat.logprobs import pack_step_into_ranks
 
 @dataclass(frozen=True)
 class LogprobRequest:
-    """What one request wants to know of each of its tokens."""
+    """The log-probabilities that one request wants of each of its tokens."""
 
     num_logprobs: int  # most likely tokens to report besides the chosen one
     token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
 
 
 class Placed(NamedTuple):
-    """Where a step of a masked model's n canvases puts tokens: it reveals them, or replaces
-    revealed ones."""
+    """Where a step of a masked model's n canvases places tokens: it reveals or replaces them."""
 
     positions: torch.Tensor  # [n, C] bool
-    steps: torch.Tensor  # [n] int64, of each canvas, counted from 1
+    steps: torch.Tensor  # [n] int64, the number of this step in each canvas, from 1
 
 
 def token_logprobs(
@@ -38,7 +33,7 @@ def token_logprobs(
     request: LogprobRequest,
     report_logits: bool,  # report raw values instead of log-probabilities
 ) -> LogprobsTensors:
-    """Scores of the chosen token (column 0) and of the tokens the request asks for."""
+    """Returns scores of the chosen token (column 0) and of the tokens that the request asks for."""
     columns = tokens[:, None]
     if len(request.token_ids) > 0:
         columns = torch.cat((columns, request.token_ids.expand(len(tokens), -1)), dim=1)
@@ -58,8 +53,8 @@ def select_scores(
     one: LogprobsTensors,
     other: LogprobsTensors,
 ) -> LogprobsTensors:
-    """`one` where the condition holds, else `other`, of as many rows, without waiting for the
-    device."""
+    """Returns the rows of `one` where the condition holds, else those of `other`, which has as many
+    rows. Does not wait for the device."""
     rows = condition[..., None]
     return LogprobsTensors(
         torch.where(rows, one.logprob_token_ids, other.logprob_token_ids),
@@ -68,15 +63,16 @@ def select_scores(
     )
 
 
-def revealed_by(step: torch.Tensor | int, scores: LogprobsTensors) -> LogprobsTensors:
-    """The scores of tokens, which also say that `step` ([] int64) revealed them."""
+def with_reveal_step(step: torch.Tensor | int, scores: LogprobsTensors) -> LogprobsTensors:
+    """Returns the scores of tokens that `step` ([] int64) revealed, with its number added to the
+    ranks."""
     return scores._replace(
         selected_token_ranks=pack_step_into_ranks(scores.selected_token_ranks, step)
     )
 
 
-def padded(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
-    """`num_rows` rows, those behind the scores of no meaning."""
+def pad_rows(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
+    """Returns the scores padded to `num_rows` rows, which have no meaning."""
     missing = num_rows - len(scores.logprobs)
     if missing == 0:
         return scores
@@ -87,7 +83,8 @@ def padded(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
     )
 
 
-def first_rows_of(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
+def take_first_rows(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
+    """Returns the first `num_rows` rows of the scores."""
     return LogprobsTensors(
         scores.logprob_token_ids[:num_rows],
         scores.logprobs[:num_rows],
@@ -96,7 +93,7 @@ def first_rows_of(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
 
 
 def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
-    """The scores of consecutive rows."""
+    """Joins the scores of consecutive rows."""
     if len(tiles) == 1:
         return tiles[0]
     return LogprobsTensors(

@@ -1,4 +1,8 @@
-"""Which log-probabilities a step reports, to the requests that ask for them."""
+"""Reports the log-probabilities of a step's tokens to the requests that ask for them.
+
+A block that has a commit of its own is emitted one step after the step that decided it, so each
+step's log-probabilities are kept for one step: a commit reports those of the step before it.
+"""
 
 import numpy as np
 import torch
@@ -8,13 +12,13 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
     Placed,
-    first_rows_of,
     join_requests,
     join_tiles,
-    padded,
-    revealed_by,
+    pad_rows,
     select_scores,
+    take_first_rows,
     token_logprobs,
+    with_reveal_step,
 )
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, MaskedLogits
@@ -30,14 +34,14 @@ class StepLogprobs:
         self.vocab_size = vocab_size
         self.device = device
         self._requests: dict[int, LogprobRequest] = {}
-        # Of the slot's latest step that was not taken back, or of the steps that placed its tokens;
-        # as many rows as a canvas may have.
+        # Scores [C rows] of the slot's latest step that was not taken back, or of the steps that
+        # placed its tokens.
         self._latest: dict[int, LogprobsTensors] = {}
-        # Logits [V] by which the first token of the slot's canvas was chosen.
+        # Logits [V] that the first token of the slot's canvas was drawn from.
         self._seeds: dict[int, torch.Tensor] = {}
-        self._when_placed: set[int] = set()
+        self._when_placed: set[int] = set()  # want the scores of the step that placed a token
         self._read_only: set[int] = set()
-        self._constrained: set[int] = set()
+        self._constrained: set[int] = set()  # want scores among their allowed tokens
 
     def add_request(self, request: NewRequest) -> None:
         slot, params, options = request.slot, request.params, request.options
@@ -67,14 +71,15 @@ class StepLogprobs:
         self._read_only.discard(slot)
         self._constrained.discard(slot)
 
-    def concern(self, batch: CanvasBatch) -> bool:
+    def any_in(self, batch: CanvasBatch) -> bool:
+        """Whether any request of the batch asks for log-probabilities."""
         return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
 
-    def ask_when_placed(self, batch: CanvasBatch) -> bool:
+    def need_placed(self, batch: CanvasBatch) -> bool:
         """Whether `report` needs to know which tokens a step has placed."""
         return not self._when_placed.isdisjoint(batch.slots_np.tolist())
 
-    def keep_first(
+    def keep_first_scores(
         self,
         batch: CanvasBatch,  # one row of each request
         logits: CanvasLogits,
@@ -82,17 +87,19 @@ class StepLogprobs:
         tokens: torch.Tensor,  # [n] int64, the first of each canvas
         is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
     ) -> None:
-        """Keeps the scores of tokens that are known before their canvas' first step."""
+        """Keeps the scores of first tokens, which are known before their canvas' first step."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if slot not in self._when_placed:
                 continue
-            scores = self._scores(logits, i, slot, row_temperature[i : i + 1], tokens[i : i + 1])
-            latest = padded(revealed_by(0, scores), batch.canvas_length)
+            scores = self._score_tokens(
+                logits, i, slot, row_temperature[i : i + 1], tokens[i : i + 1]
+            )
+            latest = pad_rows(with_reveal_step(0, scores), batch.canvas_length)
             if is_new is not None and (before := self._latest.get(slot)) is not None:
                 latest = select_scores(is_new[i], latest, before)
             self._latest[slot] = latest
 
-    def _scores(
+    def _score_tokens(
         self,
         logits: CanvasLogits,
         i: int,  # of the canvases
@@ -100,6 +107,7 @@ class StepLogprobs:
         row_temperature: torch.Tensor | None,  # [L, 1]; None: 1
         tokens: torch.Tensor,  # [L] int64
     ) -> LogprobsTensors:
+        """Returns the scores of `tokens` in canvas i, whose request is in `slot`."""
         # A constrained request asks for probabilities among its choices.
         in_process = self.reports_processed or slot in self._constrained
         wanted, tiles, first = self._requests[slot], [], 0
@@ -112,13 +120,13 @@ class StepLogprobs:
             first = last
         return join_tiles(tiles)
 
-    def keep_seeds(
+    def keep_seed_logits(
         self,
         slots: list[int],
         logits: torch.Tensor,  # [n, V] fp32
         is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
     ) -> None:
-        """Keeps the logits of a known first token: no later forward says how probable it is."""
+        """Keeps the logits that first tokens were drawn from, which no later forward computes."""
         for i, slot in enumerate(slots):
             if slot in self._requests:
                 before = self._seeds.get(slot)
@@ -127,31 +135,31 @@ class StepLogprobs:
                 else:
                     self._seeds[slot] = torch.where(is_new[i], logits[i], before)
 
-    def put_seeds(
+    def restore_seed_logits(
         self,
         batch: CanvasBatch,
         logits: torch.Tensor,  # [rows, V] fp32, changed in place
         are_seeded: torch.Tensor,  # [n] bool, the others' first rows have logits of their own
     ) -> None:
-        """Gives first rows the logits that were kept of them."""
+        """Writes the kept logits into the first rows of their canvases."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if (seed := self._seeds.get(slot)) is not None:
                 first = batch.rows_of(i).start
                 logits[first] = torch.where(are_seeded[i], seed, logits[first])
 
-    def shift_to_follow(
+    def shift_draft_logits(
         self,
         batch: CanvasBatch,
-        logits: MaskedLogits,  # changed: rows get the logits by which their tokens were chosen
-        num_standing: torch.Tensor,  # [n] int64, rows of a verified draft that stand
-        are_verified: torch.Tensor,  # [n] bool, the others keep theirs, but for the first token
+        logits: MaskedLogits,  # changed: rows get the logits that their tokens were drawn from
+        num_accepted: torch.Tensor,  # [n] int64, how many rows of a verified draft are accepted
+        are_verified: torch.Tensor,  # [n] bool, the others keep their logits but for the first row
     ) -> None:
-        """Moves the logits of drafts, whose rows foretell the tokens behind them, and keeps the
-        next draft's first ones."""
+        """Moves the logits of verified drafts, whose rows predict the tokens behind them, by one
+        row, and keeps those of the next draft's first token."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if (seed := self._seeds.get(slot)) is not None:
-                own = logits.of_rows(in_process=self.reports_processed)[batch.rows_of(i)]
-                (last,) = own.index_select(0, num_standing[i : i + 1] - 1)
+                own = logits.all_rows(in_process=self.reports_processed)[batch.rows_of(i)]
+                (last,) = own.index_select(0, num_accepted[i : i + 1] - 1)
                 self._seeds[slot] = torch.where(are_verified[i], last, seed)
                 own[1:] = torch.where(are_verified[i], own[:-1].clone(), own[1:])
                 own[0] = seed
@@ -166,11 +174,11 @@ class StepLogprobs:
         at_once: torch.Tensor,  # [n] bool, blocks that were decided by this step's logits
         cut: torch.Tensor | None,  # [n] bool, steps that were taken back
         placed: Placed | None = None,  # None: nobody asks
-        are_drafts: np.ndarray | None = None,  # [n] bool, after `shift_to_follow`; None: none is
+        are_drafts: np.ndarray | None = None,  # [n] bool, after `shift_draft_logits`; None: none is
     ) -> LogprobsTensors | None:
-        """Scores of the blocks this step may emit: its own, or, if it commits, those of the step
-        before, which are kept for it."""
-        if not self.concern(batch):
+        """Returns the scores of the blocks that this step may emit: its own, or, if it commits,
+        those kept of the step before. None: no request asks for any."""
+        if not self.any_in(batch):
             return None
         parts: list[LogprobsTensors] = []
         first_rows = [0] * num_reqs
@@ -189,7 +197,7 @@ class StepLogprobs:
             read_only = slot in self._read_only
             # A read-only request asks what the model thinks, not what the schedule makes of it.
             scale = None if read_only else row_temperature[end - length : end]
-            current = self._scores(logits, i, slot, scale, best_guess[i, :length])
+            current = self._score_tokens(logits, i, slot, scale, best_guess[i, :length])
             follows = are_drafts is not None and bool(are_drafts[i])
             if follows and length < batch.canvas_length:
                 # What is drawn behind the last row may be emitted with it.
@@ -199,16 +207,16 @@ class StepLogprobs:
                 current = join_tiles([current, scores])
             before = self._latest.get(slot)
             if slot in self._when_placed:
-                assert placed is not None, "ask_when_placed says so"
-                current = revealed_by(placed.steps[i], current)
+                assert placed is not None, "need_placed says so"
+                current = with_reveal_step(placed.steps[i], current)
                 if before is not None:
                     positions = placed.positions[i, :length]
-                    current = select_scores(positions, current, first_rows_of(before, length))
+                    current = select_scores(positions, current, take_first_rows(before, length))
             reported = current
             if not (read_only or follows):
-                latest = padded(current, batch.canvas_length)
+                latest = pad_rows(current, batch.canvas_length)
                 if before is not None:
-                    reported = select_scores(at_once[i], current, first_rows_of(before, length))
+                    reported = select_scores(at_once[i], current, take_first_rows(before, length))
                     # The host does not know whether the step was taken back.
                     latest = latest if cut is None else select_scores(cut[i], before, latest)
                 self._latest[slot] = latest

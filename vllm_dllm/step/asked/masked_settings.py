@@ -1,4 +1,4 @@
-"""How the canvases of a masked model's requests are revealed: each request's own settings."""
+"""Each request's settings of how a masked model's canvases are revealed."""
 
 from typing import Any, NamedTuple
 
@@ -18,18 +18,18 @@ _ALL = torch.inf
 
 
 class _Settings(NamedTuple):
-    """The numbers of a request, in the order of the device's table."""
+    """The settings of a request as numbers, in the order of the device's table."""
 
     temperature: float
-    is_greedy: float  # 1 = the candidates are the most probable tokens
+    is_greedy: float  # 1 = candidates are the most probable tokens
     threshold: float  # probability
-    least: float  # positions per step; _EVEN_SHARE: as the number of steps asks for
-    in_order: float  # 1 = those are the first ones
+    least: float  # positions per step; _EVEN_SHARE: an even share of the canvas
+    in_order: float  # 1 = the first positions are revealed, not the surest
     entropy_bound: float  # nats, or NO_BOUND
     edit_threshold: float  # probability; _NEVER: no revealed token changes
-    edit_steps: float  # most steps that only change
-    is_verified: float  # 1 = drafts are, see `verified_step`
-    blocks_in_flight: float  # that are denoised together; _ALL of a canvas
+    edit_steps: float  # most steps that only change revealed tokens
+    is_verified: float  # 1 = canvases are drafts, see `verified_step`
+    blocks_in_flight: float  # blocks that are denoised together; _ALL: all of a canvas
 
 
 _FLAGS = {"is_greedy", "in_order", "is_verified"}
@@ -41,7 +41,7 @@ _UNSET = {
     "is_verified": 0,
     "blocks_in_flight": _ALL,
 }
-"""A step whose requests all have these has no tensor of them."""
+"""Values with which `MaskedStepSettings` has None in place of a tensor."""
 
 
 class MaskedStepSettings(NamedTuple):
@@ -55,7 +55,7 @@ class MaskedStepSettings(NamedTuple):
     entropy_bound: torch.Tensor | None  # fp32; None: none has one
     edit_threshold: torch.Tensor | None  # fp32; None: none has one
     edit_steps: torch.Tensor  # int64
-    has_shares: bool  # whether `least` is _EVEN_SHARE of any
+    has_shares: bool  # whether `least` is _EVEN_SHARE for any canvas
     is_verified: torch.Tensor | None  # bool; None: none is
     blocks_in_flight: torch.Tensor | None  # fp32; None: all of each canvas
 
@@ -65,7 +65,7 @@ class MaskedStepSettings(NamedTuple):
         num_steps: torch.Tensor,  # [n] int64
         canvas_length: int | torch.Tensor,  # [n] int64
     ) -> MaskedRules:
-        """What the coming step of each canvas reveals."""
+        """Returns which candidates the coming step of each canvas reveals."""
         least = self.least
         if self.has_shares:
             share = even_share(steps_done, num_steps, canvas_length)
@@ -73,7 +73,8 @@ class MaskedStepSettings(NamedTuple):
         return MaskedRules(self.threshold, least, self.in_order, self.entropy_bound)
 
     def edits(self, steps_done: torch.Tensor) -> Edits | None:
-        """How revealed tokens may change. None: nowhere."""
+        """Returns which canvases may change revealed tokens. None: none. `steps_done`: [n] int64,
+        steps that found nothing hidden."""
         if self.edit_threshold is None:
             return None
         edits = self.edit_threshold < _NEVER
@@ -89,20 +90,20 @@ class MaskedSlotSettings:
         canvas_length: int,
         device: torch.device,
         *,
-        reveals_at_threshold: bool,  # also what is exactly as probable, not only what is more
-        may_reveal_none: bool = False,  # steps after those that a short canvas' even share takes
+        reveals_at_threshold: bool,  # also candidates exactly as probable as the threshold
+        may_reveal_none: bool = False,  # whether a step may reveal nothing
     ) -> None:
-        self.max_steps = canvas_length  # more would reveal nothing in some
+        self.max_steps = canvas_length  # with more, some would reveal nothing
         self._may_reveal_none = may_reveal_none
         self._reveals_at_threshold = reveals_at_threshold
         self._table = torch.zeros(max_num_reqs, len(_Settings._fields), device=device)
         self._by_slot: dict[int, _Settings] = {}
         self._are_verified = np.zeros(max_num_reqs, dtype=bool)
         self._added: set[int] = set()
-        self._latest: tuple[list[int], MaskedStepSettings] | None = None  # of which slots
+        self._latest: tuple[list[int], MaskedStepSettings] | None = None  # slots, their settings
 
     def add_request(self, request: NewRequest) -> None:
-        settings = _settings(request.options, request.params.temperature)
+        settings = _read_settings(request.options, request.params.temperature)
         is_one = request.num_steps == self.max_steps and not self._may_reveal_none
         if settings.least == _EVEN_SHARE and is_one:
             settings = settings._replace(least=1)
@@ -124,29 +125,29 @@ class MaskedSlotSettings:
         self._added.discard(slot)
 
     def are_scaled(self, batch: CanvasBatch) -> bool:
-        """Whether a temperature changes any of the logits, or top_k, top_p or min_p, which vLLM
-        drops at temperature 0."""
+        """Whether temperature, top_k, top_p or min_p change any logits of the batch: at temperature
+        0, vLLM drops all of them."""
         return any(not one.is_greedy for one in self._asked(batch.slots_np.tolist()))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
-        """[n] bool: whether their drafts are, see `verified_step`."""
+        """Returns [n] bool: whether the slots' canvases are drafts, see `verified_step`."""
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
-        """Made once for steps on end of the same requests; what none of them asks for is left
-        out."""
+        """Returns the settings of a step's canvases, made once for consecutive steps of the same
+        requests."""
         slots = batch.slots_np.tolist()
         if self._latest is None or self._latest[0] != slots:
             self._latest = slots, self._gather(batch, self._asked(slots))
         return self._latest[1]
 
     def _asked(self, slots: list[int]) -> list[_Settings]:
-        """A warm-up's slots have no request."""
+        """Returns the settings of the slots' requests. A warm-up's slots have none."""
         return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
     def _gather(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
-        """Reads the columns of the batch's slots on the device. Of those that no request uses,
-        which the host's copies `asked` tell without waiting, there are none."""
+        """Reads the columns of the batch's slots on the device, but for those that no request uses,
+        as the host's copies `asked` show without waiting."""
         table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
         columns: dict[str, Any] = {
             name: _as_type(name, column)
@@ -158,12 +159,14 @@ class MaskedSlotSettings:
 
 
 def _as_type(name: str, column: torch.Tensor) -> torch.Tensor:
+    """Converts a column of the table to the dtype of its field."""
     if name in _FLAGS:
         return column > 0
     return column.long() if name in _COUNTS else column
 
 
-def _settings(options: RequestOptions, temperature: float) -> _Settings:
+def _read_settings(options: RequestOptions, temperature: float) -> _Settings:
+    """Returns a request's settings as numbers."""
     rule = options.acceptance
     threshold, least, entropy_bound = _NEVER, options.accept_tokens or _EVEN_SHARE, NO_BOUND
     edit_threshold = _NEVER if options.edit_probability is None else options.edit_probability

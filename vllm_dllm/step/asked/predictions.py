@@ -1,12 +1,12 @@
-"""Blocks that start from what their clients expect of them (`denoise.prediction`).
+"""Starts blocks from the text that clients expect (`denoise.prediction`).
 
-What is expected also stands for the guess of a step before the first: a block that is what its
-client expects is finished by the one step that confirms it. Behind the prediction's end, the guess
-is stop tokens. The canvas holds one there and then noise: a wrong prediction may be too short, and
-a model rarely recovers from a canvas full of stop tokens.
+The expected tokens are also the guess that the first step is compared with, so a block that is as
+expected is finished by the one step that confirms it. Behind the prediction's end, the guess is
+stop tokens. The canvas holds one there and then noise: a wrong prediction may be too short, and a
+model rarely recovers from a canvas full of stop tokens.
 
 Where the first step's guess shows that the answer adds or leaves out tokens, the rest of the block
-is moved by as many. Once, since a block whose guess is put right again and again stands still late.
+is moved by as many. This is done once: a block whose guess is moved again and again finishes late.
 """
 
 from typing import NamedTuple
@@ -30,21 +30,21 @@ from vllm_dllm.step.slots import CanvasSlots, Index
 
 
 class Expected(NamedTuple):
-    """What is expected of n blocks, NO_TOKEN where nothing is expected."""
+    """What is expected of n blocks; NO_TOKEN: nothing."""
 
-    canvas: torch.Tensor  # [n, C] int64, what they start from
-    guess: torch.Tensor  # [n, C] int64, what they may be found to be
+    canvas: torch.Tensor  # [n, C] int64, tokens that the blocks start from
+    guess: torch.Tensor  # [n, C] int64, tokens that the next best guess is compared with
 
-    def put(self, canvas: torch.Tensor) -> torch.Tensor:
-        """Whole canvases [n, C]."""
+    def fill_canvas(self, canvas: torch.Tensor) -> torch.Tensor:
+        """Returns `canvas` [n, C] with the expected tokens where there are some."""
         return torch.where(self.canvas == NO_TOKEN, canvas, self.canvas)
 
-    def put_guess(self, guess: torch.Tensor) -> torch.Tensor:
-        """Whole guesses [n, C]."""
+    def fill_guess(self, guess: torch.Tensor) -> torch.Tensor:
+        """Returns `guess` [n, C] with the expected tokens where there are some."""
         return torch.where(self.guess == NO_TOKEN, guess, self.guess)
 
-    def in_rows(self, rows: torch.Tensor, count: int) -> "Expected":
-        """The same of `count` blocks: these in `rows`, nothing in the others."""
+    def spread_to_rows(self, rows: torch.Tensor, count: int) -> "Expected":
+        """Returns what is expected of `count` blocks: these in `rows`, nothing in the others."""
         nothing = self.canvas.new_full((count, self.canvas.shape[1]), NO_TOKEN)
         return Expected(*(nothing.index_copy(0, rows, of_rows) for of_rows in self))
 
@@ -52,7 +52,7 @@ class Expected(NamedTuple):
 class Predicted(NamedTuple):
     """The k canvases of a batch whose requests have a prediction."""
 
-    rows: torch.Tensor  # [k] int64, in the batch
+    rows: torch.Tensor  # [k] int64, indices in the batch
     slots: torch.Tensor  # [k] int64
 
 
@@ -62,7 +62,8 @@ class Predictions:
     def __init__(self, slots: CanvasSlots, req_states: RequestState) -> None:
         self._slots, self._req_states = slots, req_states
         device = slots.canvas.device
-        # [slots, longest so far], [slots], [slots]
+        # The predictions [R, longest so far], their lengths [R], and the answers' places in them
+        # [R], where R is the number of slots.
         self._tokens = torch.empty(len(slots.canvas), 0, dtype=torch.int32, device=device)
         self._length = torch.zeros(len(slots.canvas), dtype=torch.int64, device=device)
         self._position = torch.zeros_like(self._length)
@@ -81,20 +82,21 @@ class Predictions:
             if request.is_resumed:
                 self._follow_emitted(idx, request)
             expected = self._expected(idx)
-            self._slots.canvas[idx] = expected.put(self._slots.canvas[idx])
-            self._slots.guess_before_first_step(idx, expected.guess)
+            self._slots.canvas[idx] = expected.fill_canvas(self._slots.canvas[idx])
+            self._slots.write_first_guess(idx, expected.guess)
         self._added.clear()
 
     def remove_request(self, slot: int) -> None:
         self._added.pop(slot, None)
         self._predicted.discard(slot)
 
-    def concern(self, batch: CanvasBatch) -> bool:
+    def any_in(self, batch: CanvasBatch) -> bool:
+        """Whether any request of the batch has a prediction."""
         return not self._predicted.isdisjoint(batch.slots_np.tolist())
 
-    def among(self, batch: CanvasBatch) -> Predicted | None:
-        """None: no request of the batch has a prediction."""
-        if not self.concern(batch):
+    def find_predicted(self, batch: CanvasBatch) -> Predicted | None:
+        """Returns the canvases whose requests have a prediction. None: no request has one."""
+        if not self.any_in(batch):
             return None
         rows = np.array(
             [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._predicted],
@@ -105,18 +107,19 @@ class Predictions:
             async_tensor_h2d(rows, device=device), async_tensor_h2d(slots, device=device)
         )
 
-    def behind(
+    def expect_next_blocks(
         self,
         predicted: Predicted,
         blocks: torch.Tensor,  # [n, C] int64
         emitted: torch.Tensor,  # [n] int64, tokens of the blocks that are the answers' now
     ) -> Expected:
-        """What is expected of the n blocks behind these, if they have ended."""
+        """Moves the answers' places on by what was emitted, and returns what is expected of the
+        next n blocks."""
         rows, slots = predicted
         before, count = self._position[slots], emitted[rows]
         after = locate_next_block(self._tokens[slots], before, blocks[rows], count)
         self._position[slots] = torch.where(count > 0, after, before)
-        return self._expected(slots).in_rows(rows, len(blocks))
+        return self._expected(slots).spread_to_rows(rows, len(blocks))
 
     def realign(
         self,
@@ -126,10 +129,10 @@ class Predictions:
         valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
         may_move: torch.Tensor,  # [n] bool, blocks that had their first step and are denoised on
     ) -> Expected:
-        """What has moved within the n blocks, as their first guess shows: NO_TOKEN where the step's
-        own tokens stay.
+        """Returns the expected tokens that move within the n blocks, as their first guess shows;
+        NO_TOKEN where the step's own tokens stay.
 
-        What the model is sure of stays, unless it only repeats what the canvas held.
+        Accepted tokens stay, unless they only repeat what the canvas held.
         """
         rows, slots = predicted
         own = guess[rows]
@@ -143,24 +146,23 @@ class Predictions:
         repeats = own == self._slots.canvas[slots]
         moves = (after != before) & (repeats | ~accepted[rows]) & may_move[rows, None]
         moved = self._expected_at(slots, after)
-        return Expected(*(one.masked_fill(~moves, NO_TOKEN) for one in moved)).in_rows(
+        return Expected(*(one.masked_fill(~moves, NO_TOKEN) for one in moved)).spread_to_rows(
             rows, len(guess)
         )
 
     def _expected(self, idx: Index) -> Expected:
-        """What is expected from where the answers of these slots are now."""
+        """Returns what is expected of the slots' next blocks, [k, C]."""
         return self._expected_at(idx, next_places(self._position[idx], self._slots.canvas.shape[1]))
 
     def _expected_at(self, idx: Index, places: torch.Tensor) -> Expected:
-        """What is expected of canvases that hold the tokens at `places` [k, C] of their
-        predictions."""
+        """Returns what is expected of canvases at `places` [k, C] of their predictions."""
         length = self._length[idx]
         tokens = tokens_at(self._tokens[idx], places)
         guess = fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)
         return Expected(torch.where(places == length[:, None], guess, tokens), guess)
 
     def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
-        """Follows an answer again after a preemption, block by block as before."""
+        """Finds the place of a resumed request's answer again, block by block as before."""
         width = request.options.canvas_length or self._slots.canvas.shape[1]
         answers = self._req_states.all_token_ids.gpu[idx]
         for begin in range(request.prompt_len, request.prefill_len, width):
@@ -171,6 +173,7 @@ class Predictions:
             )
 
     def _store(self, idx: slice, prediction: list[int]) -> None:
+        """Copies a request's prediction to the device, in a longer table if it needs one."""
         length, old = len(prediction), self._tokens
         if length > old.shape[1]:  # few predictions are longer than all before
             self._tokens = old.new_full((len(old), 1 << (length - 1).bit_length()), NO_TOKEN)

@@ -1,4 +1,4 @@
-"""How each request's canvases are denoised: the server's settings, or its own."""
+"""Each request's settings of how uniform canvases are denoised: the server's, or its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,19 +20,19 @@ _NONE_A_STEP = 0
 
 
 class Settings(NamedTuple):
-    """The numbers of a request, in the order of the device's table."""
+    """The settings of a request as numbers, in the order of the device's table."""
 
     t_min: float
     t_span: float  # t_max - t_min
     entropy_bound: float  # nats
     confidence_threshold: float  # nats
     stability_threshold: float  # steps
-    is_greedy: float  # 1 = the candidates are the best guesses
-    judges_answer_only: float  # 1 = what follows the first stop token is not waited for
-    load_stages: float  # how many of the server's may apply
-    reveals: float  # 1 = revealed for good, by the next two
+    is_greedy: float  # 1 = candidates are the best guesses
+    judges_answer_only: float  # 1 = only positions up to the first stop token are waited for
+    load_stages: float  # how many of the server's load stages may apply
+    reveals: float  # 1 = best guesses are revealed permanently, by the next two
     reveal_threshold: float  # probability
-    reveal_per_step: float  # positions; < 0: as many as reveal a canvas in minus so many steps
+    reveal_per_step: float  # positions; -s: as many as reveal a canvas in s steps
 
 
 class StepSettings(NamedTuple):
@@ -90,7 +90,7 @@ class SlotSettings:
 
     def add_request(self, request: NewRequest) -> None:
         temperature = request.params.temperature
-        settings = self._settings(request.options, temperature, request.num_steps)
+        settings = self._read_settings(request.options, temperature, request.num_steps)
         self._added[request.slot] = settings
         if settings != self._default:
             self._own[request.slot] = settings
@@ -103,7 +103,10 @@ class SlotSettings:
         self._added.pop(slot, None)
         self._own.pop(slot, None)
 
-    def _settings(self, options: RequestOptions, temperature: float, num_steps: int) -> Settings:
+    def _read_settings(
+        self, options: RequestOptions, temperature: float, num_steps: int
+    ) -> Settings:
+        """Returns a request's settings, with the server's where it has none."""
         default = self._default
         t_min, t_span = default.t_min, default.t_span
         if options.t_min is not None and options.t_max is not None:
@@ -135,14 +138,15 @@ class SlotSettings:
         )
 
     def reveals(self, batch: CanvasBatch) -> bool:
-        """Whether a request of these canvases reveals them for good."""
+        """Whether any request of the batch reveals its best guesses permanently."""
         if not self._own:
             return False
         own = (self._own.get(slot) for slot in batch.slots_np.tolist())
         return any(settings is not None and settings.reveals for settings in own)
 
     def for_batch(self, batch: CanvasBatch) -> StepSettings:
-        """The settings of a step's canvases, without those that none of its requests asks for."""
+        """Returns the settings of a step's canvases; None in place of those that no request asks
+        for."""
         own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]
         if not own:
             return self._defaults_for_all
@@ -166,25 +170,27 @@ class SlotSettings:
                 reveal=(
                     columns["reveals"] > 0,
                     columns["reveal_threshold"],
-                    _positions(columns["reveal_per_step"].long(), batch.lengths),
+                    _positions_a_step(columns["reveal_per_step"].long(), batch.lengths),
                 )
             )
         return found
 
 
-def _positions(
+def _positions_a_step(
     per_step: torch.Tensor,  # [n] int64, see `Settings.reveal_per_step`
     lengths: torch.Tensor,  # [n] int64, of the canvases
 ) -> torch.Tensor:
+    """Returns how many positions of each canvas a step reveals, [n] int64."""
     num_steps = (-per_step).clamp(min=1)
     return torch.where(per_step < 0, (lengths + num_steps - 1) // num_steps, per_step)
 
 
-def revealing(
+def reveal_rule(
     settings: StepSettings,
     revealed: torch.Tensor,  # [n, C] bool
     tokens: torch.Tensor,  # [n, C] int64, the canvas of this step
 ) -> Reveal | None:
+    """Returns which canvases reveal best guesses permanently, and how. None: none does."""
     if settings.reveal is None:
         return None
     is_chosen, threshold, per_step = settings.reveal
@@ -195,7 +201,7 @@ def write_rows_(
     table: torch.Tensor,  # [slots, k] fp32
     rows: Mapping[int, Sequence[float]],  # by slot, k values each
 ) -> None:
-    """Writes rows without waiting for the device."""
+    """Writes rows of a table without waiting for the device."""
     slots = np.fromiter(rows, dtype=np.int64)
     values = np.array(list(rows.values()), dtype=np.float32)
     table[async_tensor_h2d(slots, device=table.device)] = async_tensor_h2d(

@@ -1,4 +1,5 @@
-"""The logits of a step's canvases, whole; `streamed_logits` reads large vocabularies by tiles."""
+"""The logits of a step's canvases, held whole; `streamed_logits` reads large vocabularies by
+tiles."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,12 +17,12 @@ from vllm_dllm.step.logits.row_masks import RowMasks
 from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
     SamplingMemory,
-    whole_rows,
+    rows_within_budget,
 )
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 
 ReadRows = tuple[RowStats, torch.Tensor]
-"""Statistics [rows] and expected embeddings [rows, H] of rows' scaled logits."""
+"""Statistics, fields [rows], and expected embeddings [rows, H] of rows' scaled logits."""
 
 
 class CanvasLogits(Protocol):
@@ -30,24 +31,25 @@ class CanvasLogits(Protocol):
     def read(
         self,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
-        draw: torch.Tensor,  # [rows] float64
-    ) -> ReadRows: ...
+        draw: torch.Tensor,  # [rows] float64 in [0, 1), by which candidates are drawn
+    ) -> ReadRows:
+        """Computes statistics and expected embeddings of all rows."""
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
-        """The model's logits [L, V] of canvas i, fp32, some rows at a time from the left."""
+        """Yields the model's logits of canvas i, [L, V] fp32, some rows at a time from the left."""
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
-        """What its request's rules make of them, before the temperature."""
+        """Yields what `raw` does, with the request's rules applied, before the temperature."""
 
     def row(self, i: int, position: int) -> torch.Tensor:
-        """[V] fp32: one of them, with the rules that concern it alone."""
+        """Returns the logits of one position, [V] fp32, with the rules that need no other row."""
 
     def exclude(self, i: int, masks: RowMasks) -> None:
-        """Leaves canvas i its legal tokens, from now on."""
+        """Excludes all but the legal tokens from canvas i, in what is read from now on."""
 
 
 class WholeLogits:
-    """Made of logits [rows, V] fp32."""
+    """`CanvasLogits` made of logits [rows, V] fp32."""
 
     def __init__(
         self,
@@ -59,16 +61,19 @@ class WholeLogits:
         filters: LogitFilters,
         memory: SamplingMemory,
         kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
-        leads: Mapping[int, torch.Tensor] = MappingProxyType({}),  # of canvases, see `CanvasRules`
+        leads: Mapping[int, torch.Tensor] = MappingProxyType({}),  # by canvas, see `CanvasRules`
     ) -> None:
         self.batch, self.soft, self.filters = batch, soft, filters
-        self.memory, self.tile_rows = memory, whole_rows(logits.shape[1], memory.budget_bytes)
+        self.memory, self.tile_rows = (
+            memory,
+            rows_within_budget(logits.shape[1], memory.budget_bytes),
+        )
         self._raw = self._processed = logits
-        if ruled := filters.ruled(batch):
+        if ruled := filters.canvases_with_rules(batch):
             self._processed = logits.clone()
             for i in ruled:
                 own = None if kept is None else kept[i]
-                rules = filters.of_canvas(i, batch, starts[i], guesses[i], own, leads.get(i))
+                rules = filters.rules_of_canvas(i, batch, starts[i], guesses[i], own, leads.get(i))
                 rules.apply_(self._processed[batch.rows_of(i)])
 
     def exclude(self, i: int, masks: RowMasks) -> None:
@@ -79,15 +84,14 @@ class WholeLogits:
     def row(self, i: int, position: int) -> torch.Tensor:
         return self._processed[self.batch.rows_of(i)][position]
 
-    def _book_tiles(self) -> Iterator[slice]:
-        """Books memory for one tile of rows, and returns the slices of tiles that cover all
-        rows."""
+    def _record_and_tile(self) -> Iterator[slice]:
+        """Records the memory of one tile of rows, and returns the slices of all tiles."""
         num_rows = len(self._raw)
-        self._book_memory(min(num_rows, self.tile_rows))
+        self._record_memory(min(num_rows, self.tile_rows))
         return tiles(slice(0, num_rows), self.tile_rows)
 
-    def _book_memory(self, num_rows: int) -> None:
-        """Books memory for what is made of so many rows at a time."""
+    def _record_memory(self, num_rows: int) -> None:
+        """Records the memory of the logits and of what is made of `num_rows` rows at a time."""
         held = 1 if self._processed is self._raw else 2
         self.memory.record(
             held * self._raw.nbytes + num_rows * self._raw.shape[1] * BYTES_PER_WHOLE_LOGIT
@@ -95,11 +99,11 @@ class WholeLogits:
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         parts = []
-        for rows in self._book_tiles():
+        for rows in self._record_and_tile():
             scaled = self._processed[rows] / row_temperature[rows]
             scaled = self.filters.truncate(scaled, self.batch, rows)
             parts.append(read_rows(self.soft, scaled, draw[rows]))
-        return concat(parts)
+        return concat_rows(parts)
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
         yield self._of_canvas(self._raw, i)
@@ -108,16 +112,17 @@ class WholeLogits:
         yield self._of_canvas(self._processed, i)
 
     def _of_canvas(self, logits: torch.Tensor, i: int) -> torch.Tensor:
+        """Returns canvas i's rows of `logits`."""
         rows = logits[self.batch.rows_of(i)]
-        self._book_memory(len(rows))
+        self._record_memory(len(rows))
         return rows
 
 
 class MaskedLogits(WholeLogits):
-    """The logits of masked models, which read nothing but candidates."""
+    """The logits of masked models, from which candidates are drawn and nothing else is read."""
 
-    def of_rows(self, *, in_process: bool) -> torch.Tensor:
-        """[rows, V] fp32: what `processed` reads of all canvases, or `raw`."""
+    def all_rows(self, *, in_process: bool) -> torch.Tensor:
+        """Returns [rows, V] fp32: what `processed` yields of all canvases, or `raw`."""
         return self._processed if in_process else self._raw
 
     def draw(
@@ -126,12 +131,11 @@ class MaskedLogits(WholeLogits):
         uniform: torch.Tensor | None,  # [rows] float64; None: all are greedy, nothing is scaled
         is_greedy: torch.Tensor,  # [rows] bool
         *,
-        judges_unscaled: bool = False,  # neither temperature nor truncation changes how probable a
-        # candidate is
+        judges_unscaled: bool = False,  # take probabilities before temperature and truncation
     ) -> Candidates:
-        """Returns a candidate for each row."""
+        """Draws a candidate for each row."""
         parts = []
-        for rows in self._book_tiles():
+        for rows in self._record_and_tile():
             scaled, own, judged = self._processed[rows], None, None
             if uniform is not None:
                 judged = scaled if judges_unscaled else None
@@ -150,7 +154,7 @@ class MaskedLogits(WholeLogits):
         uniform: torch.Tensor | None,  # [k] float64; None: all are greedy
         is_greedy: torch.Tensor,  # [rows] bool
     ) -> torch.Tensor:
-        """[k] int64: other candidates."""
+        """Draws a token from each of `rows`, [k] int64, but none that it excludes."""
         parts = []
         for places in torch.arange(len(rows), device=rows.device).split(self.tile_rows):
             own = rows[places]
@@ -164,7 +168,7 @@ class MaskedLogits(WholeLogits):
         return torch.cat(parts)
 
     def exclude_tokens(self, canvases: Sequence[int], tokens: torch.Tensor) -> None:
-        """Leaves these canvases all tokens but `tokens` [m] int64, from now on."""
+        """Excludes `tokens` [m] int64 from these canvases, in what is read from now on."""
         if canvases and self._processed is self._raw:
             self._processed = self._raw.clone()
         for i in canvases:
@@ -180,8 +184,8 @@ class MaskedLogits(WholeLogits):
         *,
         judges_unscaled: bool,
     ) -> Candidates:
-        """Does what `draw` does, for one row [1]. A candidate is as probable as it was among all
-        tokens."""
+        """Draws a candidate of the set `words` from one row, fields [1]. Its probability is that
+        among all tokens."""
         rows = slice(row, row + 1)
 
         def scaled(logits: torch.Tensor) -> torch.Tensor:
@@ -197,19 +201,19 @@ class MaskedLogits(WholeLogits):
 
 
 def tiles(rows: slice, length: int) -> Iterator[slice]:
-    """Parts `rows` into slices of at most `length`."""
+    """Splits `rows` into slices of at most `length`."""
     for first in range(rows.start, rows.stop, length):
         yield slice(first, min(first + length, rows.stop))
 
 
 def read_rows(soft: SoftEmbedding, scaled: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-    """Reads whole rows of scaled logits [rows, V]."""
+    """Computes statistics and expected embeddings of scaled logits [rows, V]."""
     stats, probs = row_stats(scaled, draw)
-    return stats, soft.of_rows(scaled, probs)
+    return stats, soft.embed_rows(scaled, probs)
 
 
-def concat(parts: Sequence[ReadRows]) -> ReadRows:
-    """Puts rows that were read by and by under each other."""
+def concat_rows(parts: Sequence[ReadRows]) -> ReadRows:
+    """Joins what was read of consecutive rows."""
     if len(parts) == 1:
         return parts[0]
     stats = RowStats(*(torch.cat(c) for c in zip(*(stats for stats, _ in parts), strict=True)))

@@ -1,4 +1,4 @@
-"""The sampling parameters of a batch's requests, applied to the logits of their canvases."""
+"""Applies the sampling parameters of a batch's requests to the logits of their canvases."""
 
 from functools import lru_cache
 
@@ -12,18 +12,18 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to
+from vllm_dllm.step.logits.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to_device
 from vllm_dllm.step.registry import NewRequest
 
 
 @lru_cache
 def _positions(length: int, device: torch.device) -> torch.Tensor:
-    """[length] int64, in a canvas."""
+    """Returns the positions in a canvas, [length] int64."""
     return torch.arange(length, device=device)
 
 
 class LogitFilters:
-    """Filters by slot; only requests that ask for something are in here, so others cost nothing."""
+    """Rules by slot; only requests that ask for some are in here, so others cost nothing."""
 
     def __init__(self, req_states: RequestState, sampling_states: SamplingStates) -> None:
         self.req_states = req_states
@@ -31,8 +31,8 @@ class LogitFilters:
         self.device = req_states.device
         self.vocab_size = req_states.vocab_size
         self._rules: dict[int, LogitRules] = {}
-        self._truncated: set[int] = set()  # top_k, top_p, min_p
-        self._added: list[tuple[NewRequest, RuleTokens]] = []  # with rules, since the last step
+        self._truncated: set[int] = set()  # slots with top_k, top_p or min_p
+        self._added: list[tuple[NewRequest, RuleTokens]] = []  # staged requests with rules
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -52,28 +52,30 @@ class LogitFilters:
     def apply_staged_writes(self) -> None:
         if not self._added:
             return
-        of_all = copy_to(self.device, [tokens for _, tokens in self._added])
+        of_all = copy_to_device(self.device, [tokens for _, tokens in self._added])
         for (request, _), tokens in zip(self._added, of_all, strict=True):
             if rules := self._make_rules(request, tokens):
                 self._rules[request.slot] = rules
         self._added.clear()
 
     def _make_rules(self, request: NewRequest, tokens: DeviceRuleTokens) -> LogitRules:
+        """Makes the rules of a request's parameters."""
         params = request.params
         words = params.bad_words_token_ids or []
         rules = LogitRules(
-            bias=tokens.bias(self.vocab_size),
-            excluded=tokens.excluded(self.vocab_size),
+            bias=tokens.make_bias(self.vocab_size),
+            excluded=tokens.make_excluded(self.vocab_size),
             bad_words=BadWords(w for w in words if len(w) > 1 and max(w) < self.vocab_size),
         )
         if len(tokens.early_stops):
             rules.early_stops = tokens.early_stops
             rules.stops_from = request.prompt_len + params.min_tokens
         if use_penalty(params):
-            rules.penalties = self._penalties(request)
+            rules.penalties = self._make_penalties(request)
         return rules
 
-    def _penalties(self, request: NewRequest) -> Penalties:
+    def _make_penalties(self, request: NewRequest) -> Penalties:
+        """Makes a request's penalties, with counts of the tokens emitted so far."""
         params, prompt_len = request.params, request.prompt_len
         tokens = self.req_states.all_token_ids.gpu[request.slot]
         # After a preemption the prefill holds the blocks committed so far, too.
@@ -90,21 +92,21 @@ class LogitFilters:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def ruled(self, batch: CanvasBatch) -> list[int]:
-        """Canvases whose requests have rules, see `of_canvas`."""
+    def canvases_with_rules(self, batch: CanvasBatch) -> list[int]:
+        """Returns indices of canvases whose requests have rules, see `rules_of_canvas`."""
         if not self._rules:
             return []
         return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._rules]
 
     def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
-        """Canvases whose requests ask for something that takes all logits of a row."""
+        """Returns indices of canvases whose requests need all logits of a row at once."""
         if not self._rules and not self._truncated:
             return []
         slots = batch.slots_np.tolist()
         asks = self._rules.keys() | self._truncated
         return [i for i, slot in enumerate(slots) if slot in asks]
 
-    def of_canvas(
+    def rules_of_canvas(
         self,
         i: int,
         batch: CanvasBatch,
@@ -113,7 +115,8 @@ class LogitFilters:
         kept: torch.Tensor | None = None,  # [C] int64, tokens revealed for good; < 0: none yet
         lead: torch.Tensor | None = None,  # [] int64, see `CanvasRules`
     ) -> CanvasRules:
-        """What the request of canvas i asks for before the temperature; nothing, if it does not."""
+        """Returns the rules that canvas i's request applies before the temperature; empty ones if
+        it has none."""
         slot = int(batch.slots_np[i])
         rules = self._rules.get(slot) or LogitRules()
         before = self._tokens_before(slot, start, rules.bad_words.reach)
@@ -125,10 +128,11 @@ class LogitFilters:
         batch: CanvasBatch,
         rows: slice | torch.Tensor,  # of the batch's rows
     ) -> torch.Tensor:
-        """Leaves out what min_p, top_k and top_p leave out; may change `scaled` in place."""
+        """Returns `scaled` without the tokens that min_p, top_k and top_p leave out: their logits
+        become `TRUNCATED_LOGIT`. May change `scaled` in place."""
         if self._truncated.isdisjoint(batch.slots_np.tolist()):
             return scaled
-        states, slots = self.sampling_states, batch.by_row(batch.slots)[rows]
+        states, slots = self.sampling_states, batch.expand_to_rows(batch.slots)[rows]
         if states.min_p.np[batch.slots_np].any():
             exclude_below_min_p_(scaled, states.min_p.gpu[slots][:, None])
         scaled = states.apply_top_k_top_p(scaled, slots, batch.slots_np)
@@ -140,7 +144,7 @@ class LogitFilters:
         blocks: torch.Tensor,  # [n, C] int
         emitted: torch.Tensor,  # [n] int, tokens
     ) -> None:
-        """Tells penalties which blocks were emitted."""
+        """Counts emitted tokens for penalties."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             rules = self._rules.get(slot)
             if rules is not None and rules.penalties is not None:
@@ -149,15 +153,16 @@ class LogitFilters:
                     block, _positions(len(block), self.device) < emitted[i]
                 )
 
-    def show_emitted(
+    def write_emitted_tokens(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
         blocks: torch.Tensor,  # [n, C] int64
         emitted: torch.Tensor,  # [n] int64, tokens
     ) -> None:
-        """Shows blocks to rules that look back, before the runner itself writes them down."""
-        for i in self.ruled(batch):
+        """Writes emitted tokens to the runner's `all_token_ids`, before the runner does, for rules
+        that look back."""
+        for i in self.canvases_with_rules(batch):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
             if self._rules[slot].bad_words:
                 tokens = self.req_states.all_token_ids.gpu[slot]
@@ -168,7 +173,8 @@ class LogitFilters:
                 tokens[positions] = torch.where(is_emitted, block, tokens[positions])
 
     def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
-        """The `count` tokens before `apply_staged_writes`; NO_TOKEN in place of the prompt's."""
+        """Returns the `count` tokens before position `start` ([] int64), [count] int64; NO_TOKEN in
+        place of the prompt's."""
         positions = start - count + torch.arange(count, device=self.device)
         tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
         is_own = positions >= int(self.req_states.prompt_len.np[slot])

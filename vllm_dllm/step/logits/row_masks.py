@@ -1,4 +1,4 @@
-"""What a grammar leaves of a canvas' logits."""
+"""Excludes the tokens that a grammar does not allow from a canvas' logits."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,18 @@ from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 
 
 class RowMasks(NamedTuple):
-    """The legal tokens of some of a canvas' rows, see `vllm_dllm.grammar`. On the host: of a large
-    vocabulary they take megabytes, and are needed some rows at a time."""
+    """The legal tokens of some of a canvas' rows, see `vllm_dllm.grammar`. They stay on the host:
+    with a large vocabulary they take megabytes, and are needed some rows at a time."""
 
-    rows: np.ndarray  # [m] int64, rising, of the canvas
-    words: np.ndarray  # [m, W] uint32
+    rows: np.ndarray  # [m] int64, rising, rows of the canvas
+    words: np.ndarray  # [m, W] uint32, a bit for each token
 
     def exclude_(
         self,
         logits: torch.Tensor,  # [l, V] fp32, changed in place
         first: int,  # row of the canvas
     ) -> None:
-        """Leaves rows of the canvas from `first` on their legal tokens."""
+        """Excludes all but the legal tokens from the rows `first` to `first + l` of the canvas."""
         begin, end = np.searchsorted(self.rows, (first, first + len(logits)))
         if begin == end:
             return

@@ -1,5 +1,5 @@
-"""The tokens that requests' rules name, on their way to the device: one copy for all requests that
-come before a step, which nobody waits for."""
+"""Copies the tokens that requests' rules name to the device: one copy for all requests that come
+before a step, which nobody waits for."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,22 +12,24 @@ from vllm_dllm.step.registry import NewRequest
 
 
 class RuleTokens(NamedTuple):
+    """The tokens that one request's rules name, on the host."""
+
     allowed: list[int]  # empty: all
     never: list[int]  # bad words of one token
     biased: list[int]  # each once
     biases: list[float]  # of `biased`
-    early_stops: list[int]  # may not come before `min_tokens` others
+    early_stops: list[int]  # stop tokens that may not come before `min_tokens` others
 
     @classmethod
     def from_request(cls, request: NewRequest, vocab_size: int) -> "RuleTokens":
-        """The tokens that a request's parameters name."""
+        """Collects the tokens that a request's parameters name."""
         params = request.params
         allowed = params.allowed_token_ids
         if request.options.constrained:
             allowed = params.logprob_token_ids
         bias = params.logit_bias or {}
         words = params.bad_words_token_ids or []
-        # A tokenizer or a generation_config may name tokens that the model has not.
+        # A tokenizer or a generation_config may name tokens that the model does not have.
         stops = [stop for stop in sorted(params.all_stop_token_ids) if 0 <= stop < vocab_size]
         # A grammar's walk knows where an answer can go on (`GrammarState.min_tokens`).
         has_early_stops = params.min_tokens > 0 and params.structured_outputs is None
@@ -40,17 +42,19 @@ class RuleTokens(NamedTuple):
         )
 
     def __bool__(self) -> bool:
+        """Whether any token is named."""
         return any(self)
 
-    def arrays(self) -> list[np.ndarray]:
-        """[k] int64 each. Biases are float64, and travel as their bits."""
+    def to_arrays(self) -> list[np.ndarray]:
+        """Returns arrays [k] int64, in the order of `copy_to_device`. Biases are float64 whose bits
+        are copied."""
         tokens = (self.allowed, self.never, self.biased, self.early_stops)
         biases = np.array(self.biases, dtype=np.float64).view(np.int64)
         return [*(np.array(each, dtype=np.int64) for each in tokens), biases]
 
 
 class DeviceRuleTokens(NamedTuple):
-    """All on the device, [k] int64 but for `biases`."""
+    """The tokens that one request's rules name, on the device: [k] int64 but for `biases`."""
 
     allowed: torch.Tensor
     never: torch.Tensor
@@ -58,15 +62,15 @@ class DeviceRuleTokens(NamedTuple):
     early_stops: torch.Tensor
     biases: torch.Tensor  # [k] fp32
 
-    def bias(self, vocab_size: int) -> torch.Tensor | None:
-        """[V] fp32, as `LogitRules` has it."""
+    def make_bias(self, vocab_size: int) -> torch.Tensor | None:
+        """Makes `LogitRules.bias`, [V] fp32; None: no token is biased."""
         if not len(self.biased):
             return None
         bias = torch.zeros(vocab_size, device=self.biases.device)
         return bias.index_copy_(0, self.biased, self.biases)
 
-    def excluded(self, vocab_size: int) -> torch.Tensor | None:
-        """[V] bool, as `LogitRules` has it."""
+    def make_excluded(self, vocab_size: int) -> torch.Tensor | None:
+        """Makes `LogitRules.excluded`, [V] bool; None: no token is excluded."""
         if not (len(self.allowed) or len(self.never)):
             return None
         leaves_others_out = len(self.allowed) > 0
@@ -76,9 +80,11 @@ class DeviceRuleTokens(NamedTuple):
         return excluded.index_fill_(0, self.allowed, False).index_fill_(0, self.never, True)
 
 
-def copy_to(device: torch.device, requests: Sequence[RuleTokens]) -> Iterator[DeviceRuleTokens]:
-    """Copies the tokens of each request; there is at least one."""
-    arrays = [tokens.arrays() for tokens in requests]
+def copy_to_device(
+    device: torch.device, requests: Sequence[RuleTokens]
+) -> Iterator[DeviceRuleTokens]:
+    """Copies the tokens of each request to the device; there is at least one request."""
+    arrays = [tokens.to_arrays() for tokens in requests]
     flat = [array for of_request in arrays for array in of_request]
     copied = async_tensor_h2d(np.concatenate(flat), device=device)
     parts = iter(copied.split([len(array) for array in flat]))

@@ -1,7 +1,7 @@
-"""What a step's logits, and all that is made of them, may take, and the most that they have taken.
+"""The memory that a step's logits and what is made of them may take, and the most they have taken.
 
-Counted on the host, from the shapes of what is computed: no allocator is asked, so it is the same
-on every device, and nothing waits.
+It is counted on the host, from shapes: no allocator is asked, so it is the same on every device,
+and nothing waits.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 BYTES_PER_WHOLE_LOGIT = 8 * 4
 
 
-def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
-    """Most memory that a step of so many rows takes for logits and what is made of them."""
+def most_step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
+    """Returns the most bytes that a step of `rows` takes for logits and what is made of them."""
     if model.streams_vocabulary:
         return budget_bytes
     # The LM head's output, its soft-capped copy, and one to which rules are applied.
@@ -19,17 +19,19 @@ def step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
     return budget_bytes + rows * model.config.vocab_size * per_logit
 
 
-def whole_rows(vocab_size: int, budget_bytes: int) -> int:
-    """Rows of which the logits, and what is made of them, fit the budget; at least one."""
+def rows_within_budget(vocab_size: int, budget_bytes: int) -> int:
+    """Returns how many rows of logits, with what is made of them, fit the budget; at least one."""
     return max(1, budget_bytes // (vocab_size * BYTES_PER_WHOLE_LOGIT))
 
 
 class SamplingMemory:
+    """Records the most memory that logits have taken."""
+
     def __init__(self, budget_bytes: int) -> None:
         """`budget_bytes`: of tiles, beside logits that are held whole."""
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
 
     def record(self, num_bytes: int) -> None:
-        """So much is held at once."""
+        """Records that `num_bytes` are held at once."""
         self.peak_bytes = max(self.peak_bytes, num_bytes)

@@ -1,7 +1,7 @@
-"""What the next step's self-conditioning reads: the expected embedding of a prediction, exact
-unless the server was told otherwise.
+"""Computes the expected embeddings that the next step's self-conditioning reads, exact unless the
+server is told otherwise.
 
-`self_conditioning_tolerance` leaves parts of the vocabulary out that hold next to nothing;
+`self_conditioning_tolerance` leaves out parts of the vocabulary that hold next to no probability;
 `self_conditioning_top_k` leaves out all but a few tokens, and the log says how much that was.
 """
 
@@ -23,8 +23,7 @@ LOG_SECONDS = 10.0
 
 
 class RunningEmbedding(Protocol):
-    """The expected embedding of rows whose logits come tile by tile, a tile of this rank's
-    vocabulary after the other."""
+    """The expected embeddings of rows whose logits come tile by tile of this rank's vocabulary."""
 
     def add_tile(
         self,
@@ -32,50 +31,51 @@ class RunningEmbedding(Protocol):
         blocks: VocabBlocks,
         weights: torch.Tensor | None,  # [rows, B, BLOCK], of `vocab_stream.read_blocks`
         embeddings: torch.Tensor,  # [Vt, H]
-    ) -> None: ...
+    ) -> None:
+        """Adds the next tile."""
 
     def result(self) -> torch.Tensor:
-        """[rows, H] the model's type."""
+        """Returns [rows, H] in the model's type, over all ranks' vocabulary."""
 
 
 class SoftEmbedding:
-    """Makes the expected embeddings of rows of logits: of all tokens, of those that matter more
-    than a tolerance, or of the most probable ones."""
+    """Makes the expected embeddings of rows of logits: over all tokens, over those that matter more
+    than a tolerance, or over the most probable ones."""
 
     def __init__(
         self,
-        model: Any,  # the served one, which has the embeddings and says what part this rank has
+        model: Any,  # the served model, see `models.vocabulary`
         tolerance: float = 0.0,  # probability that may be left out of a row
-        top_k: int | None = None,  # tokens that are not left out; None: all
+        top_k: int | None = None,  # how many tokens are not left out; None: all
     ) -> None:
         self.model, self.tolerance, self.top_k = model, tolerance, top_k
         self.dropped: DroppedMass | None = None
         if top_k is not None and model.vocabulary_shard()[0] == 0:  # one rank's log is enough
             self.dropped = DroppedMass(top_k)
 
-    def of_rows(
+    def embed_rows(
         self,
         scaled: torch.Tensor,  # [rows, V] fp32, temperature-scaled
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
-        """[rows, H] the model's type."""
+        """Returns the expected embeddings of whole rows, [rows, H] in the model's type."""
         if self.top_k is None:
             return self.model.soft_embeddings(scaled, probs)
         top = probs.topk(min(self.top_k, probs.shape[1]), dim=-1)
-        return self.of_tokens(top.indices, top.values)
+        return self.embed_tokens(top.indices, top.values)
 
-    def of_tokens(
+    def embed_tokens(
         self,
         tokens: torch.Tensor,  # [rows, k] int64
         probs: torch.Tensor,  # [rows, k] fp32
     ) -> torch.Tensor:
-        """[rows, H] the model's type, as if there were no other tokens."""
+        """Returns expected embeddings over these tokens alone, [rows, H] in the model's type."""
         kept = probs.sum(dim=-1, keepdim=True)
         if self.dropped is not None:
-            self.dropped.count(1 - kept)
+            self.dropped.count_rows(1 - kept)
         return self.model.mix_embeddings(tokens, probs / kept)
 
-    def start(
+    def start_rows(
         self,
         hidden: torch.Tensor,  # [rows, H]
         temperature: torch.Tensor,  # [rows, 1] fp32
@@ -102,6 +102,8 @@ class SoftEmbedding:
 
 
 class _Expected:
+    """Adds tiles, and joins the sums of all ranks."""
+
     def __init__(self, model: Any, running: "ExpectedEmbedding | FusedExpectedEmbedding") -> None:
         self.model, self.running = model, running
         self.add_tile = running.add_tile
@@ -111,6 +113,8 @@ class _Expected:
 
 
 class _OfTopTokens:
+    """Keeps the most probable tokens of all tiles, and embeds those of all ranks."""
+
     def __init__(self, soft: SoftEmbedding, k: int) -> None:
         self.soft, self.running = soft, TopTokens(k)
         self._next, _ = soft.model.vocabulary_shard()
@@ -130,19 +134,20 @@ class _OfTopTokens:
         logits, tokens = self.soft.model.gather_shards((logits, tokens))
         (log_totals,) = self.soft.model.gather_shards((log_total,))
         logits, tokens = top_k_tokens(logits, tokens, self.running.k)
-        return self.soft.of_tokens(tokens, (logits - log_totals.logsumexp(-1, True)).exp())
+        return self.soft.embed_tokens(tokens, (logits - log_totals.logsumexp(-1, True)).exp())
 
 
 class DroppedMass:
-    """Probability left out, in the log every `LOG_SECONDS`; only then the device is waited for."""
+    """Logs every `LOG_SECONDS` how much probability was left out. Only then it waits for the
+    device."""
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
         self._parts: torch.Tensor | None = None  # [3] fp32: sum, largest, rows
         self._logged = time.monotonic()
 
-    def count(self, dropped: torch.Tensor) -> None:
-        """`dropped` [rows, 1] fp32."""
+    def count_rows(self, dropped: torch.Tensor) -> None:
+        """Counts the probability left out of each row, `dropped` [rows, 1] fp32."""
         if self._parts is None:
             self._parts = torch.zeros(3, device=dropped.device)
         total, largest, rows = self._parts

@@ -1,9 +1,9 @@
-"""The logits of a step's canvases where the vocabulary is large: never all at once.
+"""The logits of a step's canvases where the vocabulary is large: they are never all held at once.
 
-The sampler gets hidden states and reads the vocabulary tile by tile, so that what it takes does not
-grow with the number of requests. A request whose sampling parameters need whole rows has them made
-for it, some rows at a time. Which way a request goes depends on nothing but itself, so its answer
-does not depend on its neighbours.
+The sampler gets hidden states and reads the vocabulary tile by tile, so its memory does not grow
+with the number of requests. For a request whose sampling parameters need whole rows, these are
+computed some rows at a time. This depends on the request alone, so its answer does not depend on
+its neighbours.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import ReadRows, concat, read_rows, tiles
+from vllm_dllm.step.logits.canvas_logits import ReadRows, concat_rows, read_rows, tiles
 from vllm_dllm.step.logits.filters import LogitFilters
 from vllm_dllm.step.logits.row_masks import RowMasks
 from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
     SamplingMemory,
-    whole_rows,
+    rows_within_budget,
 )
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 TILE_TOKENS = 16 * BLOCK
 CACHED_TILE = (256, 4 * BLOCK)
-"""Most rows and tokens of a tile on CPUs. A dozen passes go over its 4 MiB of logits, which caches
-hold; over tiles of 16 MiB they take twice as long."""
+"""Most rows and tokens of a tile on CPUs. A dozen passes go over its 4 MiB of logits, which fit
+caches; over tiles of 16 MiB they take twice as long."""
 # fp32: logit, scaled, below its block's largest, weight, cumulative, rounded, for the product
 _BYTES_PER_STREAMED_LOGIT = 7 * 4
-# The same, and what the other tiles of a row have left: 28 bytes for 1,024 logits of the vocabulary
+# The same, and the statistics of a row's other tiles: 28 bytes for 1,024 logits of the vocabulary
 _BYTES_PER_CACHED_LOGIT = 8 * 4
-_FUSED_COPIES = 2  # of a logit: our GPU kernels work in its place; as much again is for products
+_FUSED_COPIES = 2  # of a logit: GPU kernels work in place; as much again is for products
 
 
 def tile_shape(
     rows: int,
     budget_bytes: int,
-    fused_bytes: int | None,  # that a logit takes in kernels that do everything; None: without them
+    fused_bytes: int | None,  # bytes of a logit in fused kernels; None: there are none
     on_cpu: bool = False,
 ) -> tuple[int, int]:
-    """Rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few rows:
-    these have as many tokens as fit."""
+    """Returns rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few
+    rows: such a tile has as many tokens as fit."""
     num_bytes = _streamed_bytes(fused_bytes, on_cpu)
     if fused_bytes is None:
         most_rows, tokens = CACHED_TILE if on_cpu else (rows, TILE_TOKENS)
@@ -66,7 +66,7 @@ def _streamed_bytes(fused_bytes: int | None, on_cpu: bool) -> int:
 
 
 class StreamedLogits:
-    """Made of hidden states [rows, H], with the arguments of `WholeLogits`."""
+    """`CanvasLogits` made of hidden states [rows, H], with the arguments of `WholeLogits`."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class StreamedLogits:
     def row(self, i: int, position: int) -> torch.Tensor:
         row = self.batch.rows_of(i).start + position
         logits = self.model.compute_logits(self.hidden[row : row + 1])
-        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i]).rules
+        rules = self.filters.rules_of_canvas(i, self.batch, self.starts[i], self.guesses[i]).rules
         rules.apply_(logits, position, self.starts[i], self.guesses[i])
         return logits[0]
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
         vocab_size, of_canvas = self.model.config.vocab_size, self.batch.rows_of(i)
-        tile_rows = whole_rows(vocab_size, self.memory.budget_bytes)
+        tile_rows = rows_within_budget(vocab_size, self.memory.budget_bytes)
         most_rows = min(tile_rows, of_canvas.stop - of_canvas.start)
         self.memory.record(most_rows * vocab_size * BYTES_PER_WHOLE_LOGIT)
         for rows in tiles(of_canvas, tile_rows):
@@ -104,7 +104,7 @@ class StreamedLogits:
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
         kept = None if self.kept is None else self.kept[i]
-        rules = self.filters.of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
+        rules = self.filters.rules_of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
         masks, first = self._masks.get(i), 0
         for logits in self.raw(i):
             rules.apply_(logits)
@@ -114,8 +114,7 @@ class StreamedLogits:
             first += len(logits)
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-        """Reads the rows that need no rules tile by tile, and the canvases of requests that have
-        some by themselves."""
+        """Reads rows tile by tile, and whole canvases of requests whose rules need whole rows."""
         whole = sorted({*self.filters.needs_whole_rows(self.batch), *self._masks})
         if not whole:
             return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
@@ -138,11 +137,12 @@ class StreamedLogits:
                     None if guess is None else guess[plain],
                 )
             )
-        stats, soft = concat(parts)
+        stats, soft = concat_rows(parts)
         order = async_tensor_h2d(np.concatenate(places).argsort(), device=draw.device)
         return RowStats(*(column[order] for column in stats)), soft[order]
 
     def _read_one(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+        """Reads the whole rows of canvas i."""
         parts, first = [], self.batch.rows_of(i).start
         for logits in self.processed(i):
             rows = slice(first, first + len(logits))
@@ -150,10 +150,10 @@ class StreamedLogits:
             scaled = self.filters.truncate(scaled, self.batch, rows)
             parts.append(read_rows(self.soft, scaled, draw[rows]))
             first = rows.stop
-        return concat(parts)
+        return concat_rows(parts)
 
     def _guess_rows(self) -> torch.Tensor | None:
-        """[rows] int64, the step before's best guesses, if they are asked for."""
+        """Returns the last step's best guesses, [rows] int64, if a tolerance needs them."""
         return self.batch.flatten(self.guesses) if self.soft.tolerance else None
 
     def _stream(
@@ -163,6 +163,7 @@ class StreamedLogits:
         draw: torch.Tensor,
         guess: torch.Tensor | None,
     ) -> ReadRows:
+        """Reads rows of hidden states [rows, H], some rows and a tile of tokens at a time."""
         fused_bytes, on_cpu = self._fused_bytes(hidden), hidden.device.type == "cpu"
         tile_rows, tile_tokens = tile_shape(
             len(draw), self.memory.budget_bytes, fused_bytes, on_cpu
@@ -170,7 +171,7 @@ class StreamedLogits:
         _, weight = self.model.vocabulary_shard()
         num_logits = min(len(draw), tile_rows) * min(tile_tokens, len(weight))
         self.memory.record(num_logits * _streamed_bytes(fused_bytes, on_cpu))
-        return concat(
+        return concat_rows(
             [
                 self._stream_tile(
                     hidden[rows],
@@ -184,7 +185,7 @@ class StreamedLogits:
         )
 
     def _fused_bytes(self, hidden: torch.Tensor) -> int | None:
-        """Returns the bytes that a logit takes, if kernels for GPUs do all that is done to it."""
+        """Returns the bytes that a logit takes in fused kernels; None: they cannot read it."""
         weight = self.model.vocabulary_shard()[1]
         in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
         return _FUSED_COPIES * hidden.element_size() if in_place else None
@@ -197,9 +198,10 @@ class StreamedLogits:
         guess: torch.Tensor | None,
         tile_tokens: int,
     ) -> ReadRows:
+        """Reads one tile's rows, over all tiles of tokens and all ranks."""
         _, weight = self.model.vocabulary_shard()
         head = self.model.output_shard()
-        soft = self.soft.start(hidden, temperature, guess)
+        soft = self.soft.start_rows(hidden, temperature, guess)
         reader = self._reader(hidden, temperature, draw)
         for first in range(0, len(weight), tile_tokens):
             tile = slice(first, first + tile_tokens)
@@ -211,6 +213,7 @@ class StreamedLogits:
     def _reader(
         self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor
     ) -> "VocabReader | FusedVocabReader":
+        """Makes the reader of this rank's vocabulary for the device."""
         first_token, weight = self.model.vocabulary_shard()
         if not hidden.is_cuda:
             return VocabReader(self.model.cap_logits, temperature, draw, first_token)

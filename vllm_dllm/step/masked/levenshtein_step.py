@@ -64,7 +64,9 @@ class LevenshteinStep(MaskedStep):
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
         """Returns what grammars reveal: at least one token a step. Canvases that have a grammar
         neither delete nor insert."""
-        draws.logits.exclude_tokens(self.requests.grammars.ruled(found.batch), self._moving)
+        draws.logits.exclude_tokens(
+            self.requests.grammars.canvases_with_grammar(found.batch), self._moving
+        )
         return super()._held(found, rules._replace(least=rules.least.clamp(min=1)), draws)
 
     def _decide(
@@ -95,7 +97,7 @@ class LevenshteinStep(MaskedStep):
         written = write_candidates(
             step,
             candidates,
-            batch.unflatten(draws.without(self._moving)),
+            batch.unflatten(draws.draw_all_without(self._moving)),
             rules,
             numbers.steps_done >= numbers.num_steps,
             edit_threshold,
@@ -113,7 +115,7 @@ class LevenshteinStep(MaskedStep):
         if held is not None:
             unchanged &= ~held.is_ruled
         finished = is_full & (unchanged | stays) | (numbers.steps_done + 1 >= MOST_STEPS)
-        self._keep(found, moved.original, mark)
+        self._store_round(found, moved.original, mark)
         is_over = finished | (numbers.is_committing == 1)
         return Decided(
             moved.canvas,
@@ -156,14 +158,16 @@ class LevenshteinStep(MaskedStep):
             nth = (draw[:, turn] * count).long() + 1
             place = (changed.cumsum(dim=-1) >= nth[:, None]).long().argmax(dim=-1)[:, None]
             rows = batch.first_rows + place[:, 0]
-            another = draws.another(rows, written.gather(1, place), draw[:, _TRIES + turn])
+            another = draws.draw_rows_without(
+                rows, written.gather(1, place), draw[:, _TRIES + turn]
+            )
             written = torch.where(
                 may_escape[:, None], written.scatter(1, place, another[:, None]), written
             )
             mark = fingerprint(written, step.valid)
         return written, mark
 
-    def _keep(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
+    def _store_round(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
         """Stores original masks and fingerprints for the block's next steps. A step that is taken
         back stores no masks, and the step that repeats it overwrites its fingerprint."""
         idx = found.batch.slot_index

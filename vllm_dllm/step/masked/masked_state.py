@@ -28,7 +28,7 @@ class CausalModelState(DiffusionModelState):
     step_cls: type[MaskedStep] = VerifiedStep
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        self.step.begin(input_batch)
+        self.step.begin_step(input_batch)
         return {}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class MaskedModelState(CausalModelState):
     def attn_requests(
         self, input_batch: InputBatch, block_tables: Sequence[torch.Tensor]
     ) -> AttnRequests:
-        return AttnRequests.whole(input_batch, block_tables)
+        return AttnRequests.one_each(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
         """Returns the tokens of a block, for all requests; 1 where `image_spans` has the blocks."""

@@ -109,7 +109,7 @@ class MaskedStep(CanvasStep):
             return None
         return self._positions(found) % self.canvas_length // self.part_length
 
-    def _that_count(self, found: Found) -> torch.Tensor | None:
+    def _counted_positions(self, found: Found) -> torch.Tensor | None:
         """Returns [n, C] bool: positions that must be revealed before a canvas is finished; None:
         all. With several blocks in flight, positions behind the answer's end do not count."""
         batch, end = found.batch, found.numbers.end[:, None]
@@ -137,7 +137,9 @@ class MaskedStep(CanvasStep):
             skipped |= found.drafts.are
         if found.cut is not None:
             skipped |= found.cut
-        return grammars.runs(found.batch, found.starts, skipped, rules, draws, self.part_length)
+        return grammars.reveal_runs(
+            found.batch, found.starts, skipped, rules, draws, self.part_length
+        )
 
     def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
         """Returns the step's logits `source` [rows, V], with the temperatures and the noise by
@@ -162,9 +164,9 @@ class MaskedStep(CanvasStep):
             draw = batch.flatten(self._noise(found))
         return LegalDraws(
             logits,
-            batch.by_row(settings.temperature)[:, None],
+            batch.expand_to_rows(settings.temperature)[:, None],
             draw,
-            batch.by_row(settings.is_greedy),
+            batch.expand_to_rows(settings.is_greedy),
             judges_unscaled=self.family.is_causal and are_scaled,
         )
 
@@ -216,7 +218,7 @@ class MaskedStep(CanvasStep):
             candidates,
             slots.canvas[idx],
             slots.revealed[idx],
-            self._that_count(found),
+            self._counted_positions(found),
             rules,
             edits,
             self.mask_id,
@@ -249,7 +251,7 @@ class MaskedStep(CanvasStep):
             found, draws, candidates, rules, held
         )
         placed = None
-        if self.requests.logprobs.ask_when_placed(batch):
+        if self.requests.logprobs.need_placed(batch):
             stayed = slots.revealed[idx] & (tokens == slots.canvas[idx])
             placed = Placed(revealed & ~stayed, numbers.steps_done + 1)
         state = CanvasState(tokens, edit_steps_done, numbers.steps_done + 1, numbers.num_steps)

@@ -28,33 +28,33 @@ class SeededStep(MaskedStep):
     # The last rows of k canvases, any of which this step may commit, with asynchronous scheduling.
     _last: CanvasBatch | None = None
     _last_canvases: torch.Tensor | None = None  # [k] int64, indices of these canvases; None: all
-    _foretelling: torch.Tensor | None = None  # [k, V] fp32, the logits of these rows
+    _seed_logits: torch.Tensor | None = None  # [k, V] fp32, the logits of these rows
 
-    def begin(self, input_batch: InputBatch) -> None:
+    def begin_step(self, input_batch: InputBatch) -> None:
         """Adds the rows that predict a canvas' first token to those of which the runner computes
         logits, behind the canvases' own."""
-        super().begin(input_batch)
+        super().begin_step(input_batch)
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]  # exact in a
         # prefill
         has_ended = input_batch.is_prefilling_np & (ends == input_batch.prefill_len_np)
         if not self.family.is_causal:  # else the canvas' first tokens are the prompt's last
             has_ended &= ends % self.canvas_length == 0
-        self._ended = self._last_rows(input_batch, has_ended)
+        self._ended = self._append_last_rows(input_batch, has_ended)
         self._last = None
         if self.batch is not None and not self.requests.joins_commits:
-            has_canvas, are_seeded = np.zeros_like(has_ended), self._foretell_next(self.batch)
+            has_canvas, are_seeded = np.zeros_like(has_ended), self._predicts_next_seed(self.batch)
             has_canvas[self.batch.requests_np] = are_seeded
-            self._last = self._last_rows(input_batch, has_canvas)
+            self._last = self._append_last_rows(input_batch, has_canvas)
             places = None if are_seeded.all() else np.flatnonzero(are_seeded)
             self._last_canvases = (
                 None if places is None else async_tensor_h2d(places, device=self.device)
             )
 
-    def _foretell_next(self, batch: CanvasBatch) -> np.ndarray:
+    def _predicts_next_seed(self, batch: CanvasBatch) -> np.ndarray:
         """Returns [n] bool: canvases whose commit predicts the next canvas' first token."""
         return np.ones(batch.num_canvases, dtype=bool)
 
-    def _last_rows(
+    def _append_last_rows(
         self,
         input_batch: InputBatch,
         chosen: np.ndarray,  # [num_reqs] bool
@@ -63,7 +63,7 @@ class SeededStep(MaskedStep):
         None: no request is chosen."""
         if not chosen.any():
             return None
-        last = CanvasBatch.of_last_rows(
+        last = CanvasBatch.from_last_rows(
             input_batch, chosen.astype(np.int64), self.canvas_length, self.device
         )
         rows = last.first_rows if last.tokens is None else last.tokens
@@ -76,24 +76,28 @@ class SeededStep(MaskedStep):
         ended, last = self._ended, self._last
         counts = [0 if rows is None else rows.num_canvases for rows in (ended, last)]
         canvases, of_ended, of_last = source.split([len(source) - sum(counts), *counts])
-        self._ended, self._foretelling = None, of_last
+        self._ended, self._seed_logits = None, of_last
         if ended is not None:
             starts = input_batch.seq_lens[ended.request_index]
-            self.slots.canvas[ended.slot_index, 0] = self._draw_seeds(ended, of_ended, starts, None)
+            self.slots.canvas[ended.slot_index, 0] = self._sample_seed_tokens(
+                ended, of_ended, starts, None
+            )
             self.slots.revealed[ended.slot_index, 0] = True
         return canvases
 
-    def _advance(self, found: Found, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
-        advanced = super()._advance(found, source, input_batch)
+    def _denoise_and_settle(
+        self, found: Found, source: torch.Tensor, input_batch: InputBatch
+    ) -> Advanced:
+        advanced = super()._denoise_and_settle(found, source, input_batch)
         if self._last is not None:
-            self._seed_behind(found, advanced, self._last)
+            self._seed_next_canvases(found, advanced, self._last)
             self._last = None
         return advanced
 
-    def _seed_behind(self, found: Found, advanced: Advanced, last: CanvasBatch) -> None:
+    def _seed_next_canvases(self, found: Found, advanced: Advanced, last: CanvasBatch) -> None:
         """Writes the first token of each canvas that follows a block committed by this step, which
         is a prefill of the block, too."""
-        logits = self._foretelling
+        logits = self._seed_logits
         assert logits is not None, "start_canvases comes first"
         is_new, ends, idx, slots = (
             advanced.emitted > 0,
@@ -103,14 +107,14 @@ class SeededStep(MaskedStep):
         )
         if self._last_canvases is not None:
             is_new, ends = is_new[self._last_canvases], ends[self._last_canvases]
-        self.requests.filters.show_emitted(
+        self.requests.filters.write_emitted_tokens(
             found.batch, found.starts, advanced.best_guess, advanced.emitted
         )
-        seeds = self._draw_seeds(last, logits, ends, is_new)
+        seeds = self._sample_seed_tokens(last, logits, ends, is_new)
         slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
         slots.revealed[idx, 0] = slots.revealed[idx, 0] | is_new
 
-    def _draw_seeds(
+    def _sample_seed_tokens(
         self,
         rows: CanvasBatch,
         logits: torch.Tensor,  # [n, V] fp32
@@ -136,8 +140,8 @@ class SeededStep(MaskedStep):
         is_greedy = settings.is_greedy | self.family.is_shifted
         temperature = settings.temperature[:, None]
         draws = LegalDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
-        tokens = grammars.first_tokens(rows, starts, is_new, draws, draws.draw_all().tokens)
-        self.requests.logprobs.keep_first(rows, ruled, temperature, tokens, is_new)
+        tokens = grammars.legal_first_tokens(rows, starts, is_new, draws, draws.draw_all().tokens)
+        self.requests.logprobs.keep_first_scores(rows, ruled, temperature, tokens, is_new)
         self._keep_seed_logits(rows, ruled, is_new)
         return tokens
 

@@ -18,9 +18,9 @@ from vllm_dllm.step.masked.seeded_step import SeededStep
 class ShiftedStep(SeededStep):
     """Reads the candidates of canvases from the rows one position before theirs."""
 
-    def begin(self, input_batch: InputBatch) -> None:
+    def begin_step(self, input_batch: InputBatch) -> None:
         """Has the runner compute the logits of the row before each position of a canvas."""
-        super().begin(input_batch)
+        super().begin_step(input_batch)
         batch = self.batch
         if batch is None:
             return
@@ -37,11 +37,11 @@ class ShiftedStep(SeededStep):
     ) -> None:
         """Keeps the logits of first tokens, for log-probabilities: a canvas that begins its block
         has no row for them."""
-        kept = logits.of_rows(in_process=False)
-        self.requests.logprobs.keep_seeds(rows.slots_np.tolist(), kept, is_new)
+        kept = logits.all_rows(in_process=False)
+        self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         """Denoises, with the kept logits in the first rows of canvases that begin their block."""
         begins_block = found.starts % self.canvas_length == 0
-        self.requests.logprobs.put_seeds(found.batch, source, begins_block)
+        self.requests.logprobs.restore_seed_logits(found.batch, source, begins_block)
         return super()._denoise(found, source)

@@ -39,12 +39,12 @@ class VerifiedStep(CausalStep):
         assert isinstance(self.requests.settings, MaskedSlotSettings)
         return self.requests.settings.are_verified(batch.slots_np)
 
-    def _foretell_next(self, batch: CanvasBatch) -> np.ndarray:
+    def _predicts_next_seed(self, batch: CanvasBatch) -> np.ndarray:
         return ~self._are_drafts(batch)
 
-    def _read(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+    def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
         """Reads the slots, and which canvases are drafts."""
-        found = super()._read(batch, input_batch)
+        found = super()._read_slots(batch, input_batch)
         are_np, settings = self._are_drafts(batch), found.settings
         if not are_np.any():
             return found
@@ -71,16 +71,16 @@ class VerifiedStep(CausalStep):
         drafts = found.drafts
         if drafts is None:
             return {}
-        ruled = self.requests.filters.ruled(found.batch)
+        ruled = self.requests.filters.canvases_with_rules(found.batch)
         return {i: drafts.are_verified[i].long() for i in ruled if drafts.are_np[i]}
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         """Denoises. Log-probabilities of drafts are those before the temperature, as an
         autoregressive model's are."""
         denoised, logprobs = super()._denoise(found, source), self.requests.logprobs
-        if found.drafts is None or logprobs.reports_processed or not logprobs.concern(found.batch):
+        if found.drafts is None or logprobs.reports_processed or not logprobs.any_in(found.batch):
             return denoised
-        are = found.batch.by_row(found.drafts.are)[:, None]
+        are = found.batch.expand_to_rows(found.drafts.are)[:, None]
         row_temperature = denoised.row_temperature.masked_fill(are, 1.0)
         return denoised._replace(row_temperature=row_temperature)
 
@@ -94,19 +94,19 @@ class VerifiedStep(CausalStep):
         batch, ends, C = found.batch, found.numbers.end, self.canvas_length
         canvas = self.slots.canvas[batch.slot_index]
         counts = drafts.are_verified if found.cut is None else drafts.are_verified & ~found.cut
-        tokens = grammars.following(batch, found.starts, counts, canvas, draws, tokens)
-        stands = tokens[:, :-1] == canvas[:, 1:]
+        tokens = grammars.legal_next_tokens(batch, found.starts, counts, canvas, draws, tokens)
+        matches = tokens[:, :-1] == canvas[:, 1:]
         if batch.valid is not None:
-            stands &= batch.valid[:, 1:]
-        num_standing = 1 + stands.long().cumprod(dim=-1).sum(dim=-1)  # 1..C
-        next_token = tokens.gather(1, num_standing[:, None] - 1)
-        self.requests.logprobs.shift_to_follow(batch, draws.logits, num_standing, counts)
+            matches &= batch.valid[:, 1:]
+        num_accepted = 1 + matches.long().cumprod(dim=-1).sum(dim=-1)  # 1..C
+        next_token = tokens.gather(1, num_accepted[:, None] - 1)
+        self.requests.logprobs.shift_draft_logits(batch, draws.logits, num_accepted, counts)
 
         # What ends the answer needs no forward of its own.
-        behind = found.starts + num_standing
+        behind = found.starts + num_accepted
         is_over = is_last_block(next_token, None, behind + 1, ends, found.stops)
-        is_next = torch.arange(C, device=self.device) == num_standing[:, None]
-        emitted = num_standing + (is_over & (behind < ends) & (num_standing < C))
+        is_next = torch.arange(C, device=self.device) == num_accepted[:, None]
+        emitted = num_accepted + (is_over & (behind < ends) & (num_accepted < C))
         begins_over = is_last_block(canvas[:, :1], None, found.starts + 1, ends, found.stops)
         return Verified(
             drafts,
@@ -121,7 +121,7 @@ class VerifiedStep(CausalStep):
         """Keeps the logits of drafts' first tokens, for log-probabilities: the rows of a verified
         draft predict the tokens behind them."""
         logprobs, are_drafts = self.requests.logprobs, self._are_drafts(rows)
-        kept = logits.of_rows(in_process=logprobs.reports_processed)
+        kept = logits.all_rows(in_process=logprobs.reports_processed)
         for i in np.flatnonzero(are_drafts).tolist():
             own = None if is_new is None else is_new[i : i + 1]
-            logprobs.keep_seeds([int(rows.slots_np[i])], kept[i : i + 1], own)
+            logprobs.keep_seed_logits([int(rows.slots_np[i])], kept[i : i + 1], own)

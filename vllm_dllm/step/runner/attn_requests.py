@@ -1,9 +1,9 @@
-"""The requests of a step as attention sees them, and the metadata that are made of them.
+"""The requests of a step as attention sees them, and a cache of the metadata made of them.
 
 A request whose canvas shares a forward with the prompt or the block before it becomes two: the rows
 of known tokens, causal, and the canvas rows, which see those and themselves. Both have the pages of
-the one request, and keys are written before any are read, so every backend with a causal flag a
-request can run them.
+the one request, and keys are written before any are read, so every backend with a causal flag for
+each request can run them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,29 +21,30 @@ from vllm_dllm.step.slots import Index, index_of
 
 @dataclass(frozen=True)
 class AttnRequests:
-    """N requests: those of the batch, or more if some are in two parts."""
+    """N requests: those of the batch, or more if some are split in two."""
 
-    is_prompt: np.ndarray  # [N] bool, rows of a prompt or an emitted block
+    is_prompt: np.ndarray  # [N] bool, requests whose rows are a prompt's or an emitted block's
     query_start_loc_np: np.ndarray  # [N + 1] int32
     query_start_loc: torch.Tensor  # [N + 1] int32
     seq_lens: torch.Tensor  # [N] int32, tokens up to each part's last row
     slots: Index  # [N]
-    block_tables: Sequence[torch.Tensor]  # a KV cache group: [N, max_blocks] int32
+    block_tables: Sequence[torch.Tensor]  # for each KV cache group, [N, max_blocks] int32
     max_query_len: int
 
     @classmethod
     def build(
         cls, batch: InputBatch, block_tables: Sequence[torch.Tensor], device: torch.device
     ) -> "AttnRequests":
-        """The requests of a batch, in two parts where a canvas comes with known tokens."""
+        """Builds the requests of a batch, split in two where a canvas comes with known tokens."""
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
-            return cls._in_parts(batch, num_canvas, block_tables, device)
-        return cls.whole(batch, block_tables)
+            return cls._split_canvases(batch, num_canvas, block_tables, device)
+        return cls.one_each(batch, block_tables)
 
     @classmethod
-    def whole(cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]) -> "AttnRequests":
-        """The requests of models whose known rows and canvas rows follow one rule."""
+    def one_each(cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]) -> "AttnRequests":
+        """Builds the requests of a batch as they are, where known rows and canvas rows follow one
+        rule of visibility."""
         num_reqs = batch.num_reqs
         return cls(
             is_prompt=batch.is_prefilling_np,
@@ -56,16 +57,16 @@ class AttnRequests:
         )
 
     @classmethod
-    def _in_parts(
+    def _split_canvases(
         cls,
         batch: InputBatch,
         num_canvas: np.ndarray,  # [num_reqs] int32, canvas rows of each request
         block_tables: Sequence[torch.Tensor],
         device: torch.device,
     ) -> "AttnRequests":
-        """Each request as its known rows and its canvas, where it has both."""
+        """Splits each request that has both known rows and a canvas into the two."""
         num_prompt = np.where(batch.is_prefilling_np, batch.num_scheduled_tokens - num_canvas, 0)
-        # [num_reqs, 2]: the rows of a prompt, then those of a canvas.
+        # [num_reqs, 2]: how many rows of known tokens and of a canvas a request has.
         lengths = np.stack((num_prompt, num_canvas), axis=1)
         following = np.stack((num_canvas, np.zeros_like(num_canvas)), axis=1)
         requests, parts = np.nonzero(lengths)
@@ -86,7 +87,7 @@ class AttnRequests:
 
 
 class LatestMetadata:
-    """Keeps the attention metadata of a step for the next one, while nothing they are made of
+    """Reuses a step's attention metadata in the next one, while nothing that they are made of
     changes.
 
     A canvas is denoised in place, so from one denoising step to the next its request has the same
@@ -105,10 +106,11 @@ class LatestMetadata:
         window_rules: WindowRules,
         slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
     ) -> dict[str, Any]:
-        """The latest metadata if this step is made of the same, else new ones. All on the CPU.
+        """Returns the latest metadata if this step's are made of the same, else builds them. All
+        tensors are on the CPU.
 
-        Metadata refer to the runner's buffers, so those must be the same memory, too. What slot
-        mappings hold may differ: nothing is derived from it.
+        Metadata refer to the runner's buffers, so those must be the same memory, too. The contents
+        of slot mappings may differ: nothing is derived from them.
         """
         rules = [t for t in (window_rules.symmetric, window_rules.spans) if t is not None]
         tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
@@ -124,4 +126,5 @@ class LatestMetadata:
 
 
 def _contents(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Returns the bytes of each tensor."""
     return [tensor.numpy().tobytes() for tensor in tensors]

@@ -1,7 +1,7 @@
-"""Which rows of a step belong to images: tokens of one image see each other both ways.
+"""Finds the rows of a step that belong to images, whose tokens see each other both ways.
 
-Only prompts hold images. Steps in which no request is at its images do nothing here, and nothing
-for each request: one comparison of arrays on the host tells.
+Only prompts hold images. One comparison of arrays on the host tells whether any request of a step
+is at its images; most steps do nothing more.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class ImageRows:
+    """The images of the requests in the worker's slots."""
+
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
         self._images: dict[int, np.ndarray] = {}  # by slot, [k, 2] int64: starts and ends
         self._ends = np.zeros(max_num_reqs, dtype=np.int64)  # of each slot's last image; 0: none
@@ -21,7 +23,8 @@ class ImageRows:
         self._spans = torch.zeros(max_num_tokens, 2, dtype=torch.int32, device=device)
 
     def add_request(self, slot: int, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Notes the images of a new request, or of one that comes back after a preemption."""
+        """Keeps the places of a request's images. It may be new or come back after a
+        preemption."""
         runs = [run for feature in features for run in feature.mm_position.extract_embeds_range()]
         images = np.array(runs, dtype=np.int64).reshape(-1, 2)  # with their last tokens
         self._images[slot] = images + np.array([0, 1])
@@ -31,16 +34,16 @@ class ImageRows:
         self._images.pop(slot, None)
         self._ends[slot] = 0
 
-    def requests(self, batch: InputBatch) -> np.ndarray:
-        """[n] int64, requests of the batch that are not past their last image."""
+    def requests_with_images(self, batch: InputBatch) -> np.ndarray:
+        """Returns [n] int64: requests of the batch that are not past their last image."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         first = batch.num_computed_tokens_np[: batch.num_reqs]
         return np.flatnonzero(first < self._ends[slots])
 
     def spans(self, batch: InputBatch) -> torch.Tensor | None:
-        """[num_tokens, 2] int32: start and end of the image that each row belongs to, as positions
-        in its request; (0, 0) for none. None: no row of the step belongs to an image."""
-        requests = self.requests(batch)
+        """Returns [num_tokens, 2] int32: start and end of the image that each row belongs to, as
+        positions in its request; (0, 0) for none. None: no row of the step belongs to an image."""
+        requests = self.requests_with_images(batch)
         if len(requests) == 0:
             return None
         spans = np.zeros((batch.num_tokens, 2), dtype=np.int32)

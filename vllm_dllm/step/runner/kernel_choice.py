@@ -1,4 +1,4 @@
-"""Measures kernels on this GPU where the server is told to, once for all starts on the machine."""
+"""Times kernels on this GPU if the server is told to, once for all starts on the machine."""
 
 import os
 import time
@@ -22,15 +22,16 @@ from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
 logger = init_logger(__name__)
 
-MOST_SECONDS = 15.0
-CANVASES = (1, 8, 32)  # of the steps that are timed
+MOST_SECONDS = 15.0  # of all measurements
+CANVASES = (1, 8, 32)  # how many canvases the timed steps have
 
 
 def measure_kernels(
     vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
 ) -> None:
-    """Comes after the cache is there and before graphs are captured. The first rank measures,
-    unless an earlier start did, and all take what it found."""
+    """Makes layers run the kernels that are fastest on this GPU. The first rank times them, unless
+    an earlier start did, and all ranks take what it found. Called when the KV cache is there and
+    before graphs are captured."""
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     if extension.kernel_choice != "measured":
         return
@@ -39,7 +40,7 @@ def measure_kernels(
     if ranks.is_first_rank and known is None:
         found = _measure(vllm_config, model, path, clock)
     found = ranks.broadcast_object(found)
-    if found != known and not _keep(found, path):
+    if found != known and not _store(found, path):
         return
     with set_current_vllm_config(vllm_config):
         if found != known:  # else they have read it
@@ -49,8 +50,9 @@ def measure_kernels(
         few_rows.install_kernels(model.modules(), found["ours"])
 
 
-def _keep(found: dict[str, Any], path: Path) -> bool:
-    """Writes it where attention and vLLM look for it; False, with a warning: no file can be."""
+def _store(found: dict[str, Any], path: Path) -> bool:
+    """Writes what was measured where attention and vLLM look for it. False, with a warning: it
+    cannot be written."""
     try:
         for file, table in found["tiles"].items():
             folder.write_json(path, file, table)
@@ -65,8 +67,8 @@ def _keep(found: dict[str, Any], path: Path) -> bool:
 def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
-    """Returns what `Times.from_json` takes, with the tables of experts' tiles, and the steps that
-    our experts compute."""
+    """Times attention and experts. Returns the JSON of `measured.json`: `gpu` and `layers` for
+    `Times.from_json`, `tiles` and `ours` as in `FastestExperts`."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)
@@ -77,7 +79,7 @@ def _measure(
     tables: dict[str, tiles.Table] = {}
     ours: dict[str, few_rows.Sizes] = {}
     gains: list[str] = []
-    # Blocks run Triton alone, and who asks for a version gets it.
+    # Masked models run Triton alone, and `flash_attn_version` is the user's choice.
     is_masked = vllm_config.model_config.architecture in FAMILIES
     if not is_masked and vllm_config.attention_config.flash_attn_version is None:
         with set_current_vllm_config(vllm_config):
@@ -89,7 +91,7 @@ def _measure(
                 vllm_config.model_config.max_model_len,
                 stopwatch,
             )
-    if os.environ.get(VARIABLE) == str(path):  # else vLLM looks where the user says
+    if os.environ.get(VARIABLE) == str(path):  # else vLLM reads tiles from the user's folder
         rows = [n * length for n in steps]
         tables, ours, gains = tiles.measure_experts(model.modules(), rows, stopwatch)
     logger.info(
@@ -104,4 +106,5 @@ def _measure(
 
 
 def _layers(vllm_config: VllmConfig) -> list[Any]:
+    """Returns the layers that vLLM has registered, attention's among them."""
     return list(vllm_config.compilation_config.static_forward_context.values())

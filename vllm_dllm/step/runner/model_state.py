@@ -1,4 +1,4 @@
-"""What vLLM's model runner asks of a diffusion model: embeddings, causal flags, a sampler.
+"""vLLM's `ModelState` for diffusion models: embeddings, attention metadata, the sampler.
 
 A request's phase lives on the device (`SlotNumbers.is_committing`) and is changed there by the
 step, so a step can be prepared while the previous one still runs.
@@ -56,7 +56,7 @@ class DiffusionModelState(ModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        # Elsewhere, comparing what it is made of would wait for the device.
+        # On GPUs, comparing what metadata are made of would wait for the device.
         self._latest_metadata = LatestMetadata() if device.type == "cpu" else None
         num_embeds = self.max_num_tokens if self.step_cls.self_conditions else 0
         # Persistent: a captured CUDA graph reads these addresses at every replay.
@@ -88,11 +88,13 @@ class DiffusionModelState(ModelState):
         return DiffusionSampler(step, max_rows), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """The sampler, which sees the sampling parameters, prepares the slot; here, its images."""
+        """Keeps a request's images. The sampler, which gets the sampling parameters, prepares the
+        slot."""
         if self._image_rows is not None:
             self._image_rows.add_request(req_index, new_req_data.mm_features)
 
     def remove_request(self, req_id: str) -> None:
+        """Forgets a request that has ended or was preempted."""
         requests = self.step.requests
         if (slot := requests.req_states.req_id_to_index.get(req_id)) is not None:
             requests.remove_request(slot)
@@ -109,15 +111,15 @@ class DiffusionModelState(ModelState):
         self._images = None
         if self._image_rows is not None:
             self.execute_mm_encoder(scheduled_encoder_inputs)
-            if len(self._image_rows.requests(input_batch)):
+            if len(self._image_rows.requests_with_images(input_batch)):
                 self._images = self.gather_mm_embeddings(input_batch)
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Embeds a step's tokens, and self-conditions the rows that are denoised."""
         assert isinstance(self.step, UniformStep), "masked models have a state of their own"
-        self.step.begin(input_batch)
-        if self._graphs is None or not self._graphs.hold(self.step.batch):
+        self.step.begin_step(input_batch)
+        if self._graphs is None or not self._graphs.can_replay(self.step.batch):
             num_tokens = input_batch.num_tokens
             input_ids, images = input_batch.input_ids[:num_tokens], self._images
             if images is None:
@@ -156,13 +158,13 @@ class DiffusionModelState(ModelState):
         with capture_graphs(config, self.device) as capture:  # into a pool of its own
             graphs.capture(
                 capture,
-                partial(self._embed_whole, input_buffers.input_ids),
+                partial(self._prepare_whole_canvases, input_buffers.input_ids),
                 partial(step.settle_whole, input_buffers.seq_lens, graphs.joins_commits),
             )
         self._graphs = step.graphs = graphs
 
-    def _embed_whole(self, input_ids: torch.Tensor, batch: CanvasBatch) -> None:
-        """What is captured: all that a step of whole canvases needs before its forward.
+    def _prepare_whole_canvases(self, input_ids: torch.Tensor, batch: CanvasBatch) -> None:
+        """Writes flags and embeddings for a step of whole canvases; captured as a CUDA graph.
 
         `input_ids` [>= n * C] int, the runner's."""
         assert isinstance(self.step, UniformStep)
@@ -174,7 +176,7 @@ class DiffusionModelState(ModelState):
         self.step.condition(plain, batch, out=self._inputs_embeds[:num_tokens])
 
     def drop_graphs(self) -> None:
-        """Gives up what `capture_inner_cudagraphs` has captured: it comes again."""
+        """Drops the graphs of `capture_inner_cudagraphs`, which vLLM will call again."""
         self._graphs = None
         if isinstance(self.step, UniformStep):
             self.step.graphs = None
@@ -185,21 +187,25 @@ class DiffusionModelState(ModelState):
     def attn_requests(
         self, input_batch: InputBatch, block_tables: Sequence[torch.Tensor]
     ) -> AttnRequests:
+        """Returns the step's requests as attention sees them."""
         return AttnRequests.build(input_batch, block_tables, self.device)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
-        """[N], or the same for all: who sees whom, see `attention_kernels.masks`."""
+        """Returns `causal` of each request, [N] int, or of all: see `attention_kernels.masks`."""
         causal = self.step.slots.is_committing(requests.slots)
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         return causal
 
     def _write_flags(self, requests: AttnRequests, input_batch: InputBatch) -> None:
+        """Writes the causal flags and window rules of a step, by a CUDA graph if it has one."""
         if self._graphs is not None:
-            self.step.begin(input_batch)
+            self.step.begin_step(input_batch)
             batch = self.step.batch
-            if batch is not None and self._graphs.hold(batch):
-                self._graphs.before(batch)  # `prepare_inputs` comes later, with nothing left to do
+            if batch is not None and self._graphs.can_replay(batch):
+                self._graphs.replay_before(
+                    batch
+                )  # `prepare_inputs` comes later, with nothing left to do
                 return
         num_reqs = len(requests.is_prompt)
         self._causal[:num_reqs] = self.causal(requests, input_batch)
@@ -207,13 +213,14 @@ class DiffusionModelState(ModelState):
 
     @property
     def by_blocks(self) -> bool:
-        """Whether `causal` may be more than 1: `WindowRules.by_blocks`."""
+        """Whether `causal` may be more than 1, see `WindowRules.by_blocks`."""
         return False
 
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
-        """[the batch's rows, 2] int32: `WindowRules.spans` of this step."""
+        """Returns `WindowRules.spans` of this step, [the batch's rows, 2] int32; None: no row
+        belongs to an image."""
         if self._image_rows is None or not self._images_are_whole:
             return None
         return self._image_rows.spans(input_batch)
@@ -229,7 +236,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """The attention metadata of a step, by layer name."""
+        """Builds the attention metadata of a step, by layer name."""
         # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
         requests = self.attn_requests(input_batch, block_tables)
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
@@ -279,7 +286,7 @@ class _AttnExtras(ModelSpecificAttnMetadata):
         self.window_rules = window_rules
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
-        """What `takes_window_rules` builders get; others know no such argument."""
+        """Returns the window rules for builders that take them; nothing for others."""
         if takes_window_rules(attn_metadata_builder):
             return {"window_rules": self.window_rules}
         return {}

@@ -1,4 +1,4 @@
-"""What vLLM's model runner asks of a sampler, answered by `CanvasStep`."""
+"""The sampler of vLLM's model runner, which has `CanvasStep` advance canvases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_dllm.compat.prompt_logprobs import limit_prompt_logprob_rows
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.logits.sampling_memory import step_bytes, whole_rows
+from vllm_dllm.step.logits.sampling_memory import most_step_bytes, rows_within_budget
 
 
 class DiffusionSampler:
-    """Takes the place of vLLM's (Sampler, RejectionSampler) pair."""
+    """Replaces vLLM's Sampler and RejectionSampler."""
 
-    # The runner reads `output_bin_counts`; None: `LogitFilters` counts for those who ask.
+    # The runner reads `output_bin_counts`; None: `LogitFilters` counts, where requests ask for it.
     penalties_state = SimpleNamespace(output_bin_counts=None)
 
     def __init__(self, step: CanvasStep, max_rows: int) -> None:
@@ -30,18 +30,20 @@ class DiffusionSampler:
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
         self._asked_for: SamplingParams | None = None
-        limit_prompt_logprob_rows(whole_rows(step.vocab_size, step.memory.budget_bytes))
+        limit_prompt_logprob_rows(rows_within_budget(step.vocab_size, step.memory.budget_bytes))
 
     @property
     def joins_commits(self) -> bool:
+        """Whether the scheduler has finished blocks committed beside their successors."""
         return self.step.requests.joins_commits
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        """Stages a request for `apply_staged_writes`."""
         self.step.requests.add_request(req_idx, self._asked_for or sampling_params)
 
     @contextmanager
-    def asked_for(self, params: SamplingParams) -> Iterator[None]:
-        """Requests that are added meanwhile count as asking for `params`, whatever they say."""
+    def replace_params(self, params: SamplingParams) -> Iterator[None]:
+        """Gives requests that are added in this context `params` in place of their own."""
         self._asked_for = params
         try:
             yield
@@ -51,10 +53,10 @@ class DiffusionSampler:
     @cached_property
     def _most_bytes(self) -> int:
         """Returns the most bytes that a step may take for logits and what is made of them."""
-        return step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
+        return most_step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
 
     def take_numbers(self) -> CanvasNumbers | None:
-        """The numbers of the last step, once. None: nobody counts, or it had no canvas."""
+        """Returns the latest step's numbers, once. None: nobody counts, or it had no canvas."""
         numbers = self.step.take_numbers()
         if numbers is None:
             return None
@@ -63,6 +65,7 @@ class DiffusionSampler:
         )
 
     def apply_staged_writes(self) -> None:
+        """Writes the slots of requests added since the last step."""
         self.step.requests.apply_staged_writes()
 
     def __call__(
@@ -73,7 +76,7 @@ class DiffusionSampler:
     ) -> SamplerOutput:
         """Advances every request of the batch by one step."""
         step, num_reqs, device = self.step, input_batch.num_reqs, logits.device
-        if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, to see what a step takes
+        if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, which measures memory
             torch.empty(self._most_bytes, dtype=torch.uint8, device=device)
         logits = step.start_canvases(logits, input_batch)
         batch = step.batch
@@ -81,12 +84,12 @@ class DiffusionSampler:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
             recomputed = step.num_recomputed(input_batch)
             rejected = none if recomputed is None else recomputed
-            return _output(none[:, None].expand(-1, step.canvas_length), none, rejected, None)
+            return _make_output(none[:, None].expand(-1, step.canvas_length), none, rejected, None)
         recomputed = step.num_recomputed(input_batch)
         best_guess, emitted, rejected, logprobs = step.advance(logits, input_batch)
 
-        # The others are in their prefill: they sample nothing and reject nothing.
         def spread(column: torch.Tensor) -> torch.Tensor:
+            """Returns [num_reqs, ...]: 0 for requests without a canvas, which sample nothing."""
             if batch.num_canvases == num_reqs:
                 return column
             everyone = column.new_zeros(num_reqs, *column.shape[1:])
@@ -98,15 +101,16 @@ class DiffusionSampler:
         rejected = spread(rejected)
         if recomputed is not None:
             rejected = rejected + recomputed
-        return _output(spread(best_guess), spread(emitted), rejected, logprobs)
+        return _make_output(spread(best_guess), spread(emitted), rejected, logprobs)
 
 
-def _output(
+def _make_output(
     sampled: torch.Tensor,  # [num_reqs, C] int
     num_sampled: torch.Tensor,  # [num_reqs] int
     num_rejected: torch.Tensor,  # [num_reqs] int
     logprobs: LogprobsTensors | None,
 ) -> SamplerOutput:
+    """Makes the runner's output, with the dtypes that it expects."""
     return SamplerOutput(
         sampled_token_ids=sampled.int(),
         logprobs_tensors=logprobs,

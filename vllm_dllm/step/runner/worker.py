@@ -24,11 +24,13 @@ WARMED_UP = (
     SamplingParams(top_p=0.9),
     SamplingParams(logprobs=5),
 )
-"""Requests whose steps run kernels that others' do not. vLLM warms up with one that asks for
-everything, and our sampler computes less for those who ask for less."""
+"""Parameters of requests whose steps run different kernels. vLLM warms up with one request that
+asks for everything, and our sampler computes less for requests that ask for less."""
 
 
 class CanvasWorker(Worker):
+    """vLLM's worker on a GPU, with canvases committed beside their successors."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
@@ -57,7 +59,7 @@ class CanvasWorker(Worker):
                 has_images=self.model_runner.supports_mm_inputs,
             )
             for params in WARMED_UP:
-                with self.model_runner.sampler.asked_for(params):
+                with self.model_runner.sampler.replace_params(params):
                     warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
             seconds = time.monotonic() - begin
             logger.info("Kernels were compiled and warmed up in %.0f s.", seconds)
@@ -70,6 +72,6 @@ class CanvasWorker(Worker):
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Leaves out vLLM's masks of grammars (ours are `step/asked/grammars.py`): it warms up
-        with some, for rows that a model which prefills its seeds does not have."""
+        """Samples without vLLM's grammar masks: ours are `step/asked/grammars.py`, and vLLM's
+        warm-up has masks for rows that a seeded model does not have."""
         return attach_canvas_numbers(self.model_runner, super().sample_tokens(None))

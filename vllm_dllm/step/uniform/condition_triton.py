@@ -1,6 +1,6 @@
-"""`UniformStep.condition` for GPUs: around three products, three kernels.
+"""`UniformStep.condition` for GPUs: three kernels around three matrix products.
 
-They read the slots where they lie, and round where PyTorch's operations round.
+The kernels read the slots in place, and round where PyTorch's operations round.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import triton.language as tl
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots
 
-_GATED = 1024  # numbers of the gate's output a program takes
+_GATED = 1024  # elements of the gate's output that a program computes
 
 
 def condition(

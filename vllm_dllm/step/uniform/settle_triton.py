@@ -1,10 +1,9 @@
-"""What follows a step's statistics, for GPUs and for requests that ask for nothing special: which
-tokens are kept, what becomes of each canvas, and what the next step finds in its slot.
+"""Settles plain canvases on GPUs: accepts candidates, decides what becomes of each canvas, and
+writes its slot, in two kernels.
 
-The same as `denoise_step`, `Settling.settle` and `Settling.write`, to the bit: a step whose
-canvases are not all plain takes those, and no canvas may depend on its neighbours. So sums of
-entropies are of float64 here and there (`sum_dtype`), where the order of their parts makes no
-difference.
+They do what `denoise_step`, `Settling.settle` and `Settling.write_slots` do, to the bit: a step
+whose canvases are not all plain runs those, and no canvas may depend on its neighbours. So both sum
+entropies in float64 (`sum_dtype`), where the order of additions makes no difference.
 """
 
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 
 NAMES = ("step", "accepted", "entropy", "denoises", "finished", "converged")
-"""What is counted of a canvas, see `CanvasNumbers`."""
+"""The names of the numbers that are counted of each canvas, see `CanvasNumbers`."""
 
 
 class Emits(NamedTuple):
@@ -43,19 +42,19 @@ class PlainSettled(NamedTuple):
 
     @property
     def best_guess(self) -> torch.Tensor:
-        """[n, C] int32."""
+        """[n, C] int32: best guesses, or the emitted tokens of canvases that commit."""
         n = self.flags.shape[1]
         return self.told[: -2 * n].view(n, -1)
 
     @property
     def emitted(self) -> torch.Tensor:
-        """[n] int32: tokens of it that are the answer's from now on."""
+        """[n] int32: how many of these tokens join the answer."""
         n = self.flags.shape[1]
         return self.told[-2 * n : -n]
 
     @property
     def rejected(self) -> torch.Tensor:
-        """[n] int32: tokens that later steps compute again."""
+        """[n] int32: how many tokens later steps compute again."""
         return self.told[-self.flags.shape[1] :]
 
     @property
@@ -87,7 +86,7 @@ def settle(
     *,
     keeps_emitted: bool,  # emitted tokens need no prefill
 ) -> PlainSettled:
-    """A program for each canvas."""
+    """Settles the canvases and writes their slots, with a program for each canvas."""
     n, C = batch.num_canvases, batch.canvas_length
     device = slots.canvas.device
     settled = PlainSettled(
@@ -135,8 +134,8 @@ def store_soft_embeds(
     batch: CanvasBatch,
     slots: CanvasSlots,  # whose `soft_embeds` are changed in place
 ) -> None:
-    """What the next step's self-conditioning reads: nothing where another block starts, and what
-    it read before where the canvas was cut. A program for each position."""
+    """Stores the expected embeddings that the next step's self-conditioning reads: zeros where
+    another block starts. Those of a cut canvas stay. A program stores one position's."""
     hidden_size = soft_rows.shape[1]
     _store_soft_kernel[(batch.num_canvases, batch.canvas_length)](
         soft_rows,

@@ -1,9 +1,9 @@
-"""What a step of nothing but whole canvases launches around the forward, as two CUDA graphs: causal
-flags, embeddings and self-conditioning before it, all that `UniformStep` does after it.
+"""CUDA graphs of what a step of whole canvases launches around its forward: causal flags,
+embeddings and self-conditioning before it, all that `UniformStep` does after it.
 
 They exist where vLLM captures forwards, for every number of canvases up to its largest graph's.
-A graph reads what steps leave where it always lies, the runner's buffers and the slots, so a replay
-computes what the step would.
+Graphs read the runner's buffers and the slots, whose addresses do not change, so a replay computes
+what the step would.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 
 def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
-    """Whether plain steps wait for nothing, and their forwards compute the runner's own rows."""
+    """Whether plain steps never wait for the device, and their forwards compute the runner's own
+    rows."""
     parallel, soft = vllm_config.parallel_config, step.soft_embedding
     is_exact = not soft.tolerance and soft.top_k is None
     is_whole = not parallel.use_ubatching and parallel.prefill_context_parallel_size == 1
@@ -28,15 +29,19 @@ def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
 
 
 class _Captured(NamedTuple):
+    """The graphs of steps of one number of canvases."""
+
     before: torch.cuda.CUDAGraph
     after: torch.cuda.CUDAGraph
-    settled: PlainSettled
+    settled: PlainSettled  # what a replay of `after` writes
 
 
 class StepGraphs:
+    """The graphs before and after the forward, for each number of canvases."""
+
     def __init__(
         self,
-        most: int,  # canvases of a step
+        most: int,  # most canvases of a step
         canvas_length: int,  # C
         hidden_size: int,  # H
         dtype: torch.dtype,
@@ -47,9 +52,10 @@ class StepGraphs:
         self.joins_commits = joins_commits
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)  # of the step's canvases
         self._hidden = torch.zeros(most * canvas_length, hidden_size, dtype=dtype, device=device)
-        # The largest comes first: the others find their memory in its.
+        # The largest comes first: the others reuse its memory.
         self._batches = [
-            CanvasBatch.whole(self._slots[:n], canvas_length) for n in range(most, 0, -1)
+            CanvasBatch.of_whole_canvases(self._slots[:n], canvas_length)
+            for n in range(most, 0, -1)
         ]
         self._captured: dict[int, _Captured] = {}  # by number of canvases
         self._latest: CanvasBatch | None = None  # whose slots are in `_slots`
@@ -60,33 +66,37 @@ class StepGraphs:
         before: Callable[[CanvasBatch], None],
         after: Callable[[CanvasBatch, torch.Tensor], PlainSettled],  # of hidden states [n * C, H]
     ) -> None:
+        """Captures what `before` and `after` launch, for each number of canvases."""
         for batch in self._batches:
             hidden = self._hidden[: batch.num_canvases * batch.canvas_length]
             graph_before, _ = capture(partial(before, batch))
             graph_after, settled = capture(partial(after, batch, hidden))
             self._captured[batch.num_canvases] = _Captured(graph_before, graph_after, settled)
 
-    def hold(self, batch: CanvasBatch | None) -> bool:
-        """Whether a step of these canvases has graphs."""
+    def can_replay(self, batch: CanvasBatch | None) -> bool:
+        """Whether there are graphs for a step of these canvases."""
         if batch is None or batch.cells is not None or batch.tokens is not None:
             return False
         return batch.num_canvases in self._captured
 
-    def before(self, batch: CanvasBatch) -> None:
-        self._find(batch).before.replay()
+    def replay_before(self, batch: CanvasBatch) -> None:
+        """Computes what a step needs before its forward."""
+        self._load_slots(batch).before.replay()
 
-    def after(
+    def replay_after(
         self,
         batch: CanvasBatch,
         hidden: torch.Tensor,  # [n * C, H]
     ) -> PlainSettled:
-        captured = self._find(batch)
+        """Computes what a step does after its forward."""
+        captured = self._load_slots(batch)
         self._hidden[: len(hidden)].copy_(hidden)
         captured.after.replay()
         # The next replay may come before these are on the host.
         return captured.settled._replace(told=captured.settled.told.clone())
 
-    def _find(self, batch: CanvasBatch) -> _Captured:
+    def _load_slots(self, batch: CanvasBatch) -> _Captured:
+        """Copies the batch's slots to where graphs read them, and returns its graphs."""
         if batch is not self._latest:
             self._slots[: batch.num_canvases].copy_(batch.slots)
             self._latest = batch

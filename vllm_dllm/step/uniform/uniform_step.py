@@ -1,8 +1,7 @@
-"""One step of canvases that start as uniform noise and whose every position may change again:
-DiffusionGemma's.
+"""One step of DiffusionGemma's canvases, which start as uniform noise and may change everywhere.
 
-Each step draws a candidate for each position, keeps those that it accepts and draws the others
-anew. It reads the expected embeddings of the step before, and a commit's rows do not.
+Each step draws a candidate for each position, keeps those that it accepts and replaces the others
+by noise. Its rows read the expected embeddings of the step before; a commit's rows do not.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,14 @@ from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
 from vllm_dllm.denoise.temperature import temperature
 from vllm_dllm.step.asked.grammars import Legal
 from vllm_dllm.step.asked.load_stages import LoadStages
-from vllm_dllm.step.asked.settings import SlotSettings, StepSettings, revealing
+from vllm_dllm.step.asked.settings import SlotSettings, StepSettings, reveal_rule
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, WholeLogits
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.watched.counted import numbers_on_host
+from vllm_dllm.step.watched.counted import copy_numbers_to_host
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.draws_triton import StepDraws
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 
 class UniformStep(CanvasStep):
+    """Denoises uniform canvases. On a GPU, steps of plain canvases run in fused kernels."""
+
     self_conditions = True
     graphs: "StepGraphs | None" = None  # none where vLLM captures no steps
 
@@ -61,10 +62,11 @@ class UniformStep(CanvasStep):
         batch: CanvasBatch | None,
         out: torch.Tensor,  # [T, H]
     ) -> None:
-        """Self-conditions the rows that are being denoised.
+        """Writes the embeddings of a step's rows to `out`: self-conditioned ones for the rows that
+        are denoised, `plain` ones for all others.
 
-        Once, over the canvas rows of all requests. A commit's rows go through too and keep their
-        plain embeddings: the output norm would change them even for a zero signal.
+        It runs once, over the canvas rows of all requests. A commit's rows are included and keep
+        their plain embeddings: the output norm would change them even for a zero signal.
         """
         if batch is None:
             out.copy_(plain)
@@ -76,7 +78,7 @@ class UniformStep(CanvasStep):
             return
         of_canvases = plain if batch.tokens is None else plain[batch.tokens]
         soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
-        committing = batch.by_row(self.slots.is_committing(batch.slot_index))[:, None]
+        committing = batch.expand_to_rows(self.slots.is_committing(batch.slot_index))[:, None]
         conditioned = self.model.self_conditioning(of_canvases, soft)
         if batch.tokens is None:
             torch.where(committing, plain, conditioned, out=out)
@@ -85,13 +87,14 @@ class UniformStep(CanvasStep):
             out[batch.tokens] = torch.where(committing, of_canvases, conditioned)
 
     def advance(self, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
+        """Denoises or commits the canvases, in fused kernels if all are plain."""
         if self.fuses and self.batch is not None and self._is_plain(self.batch):
             return self._advance_plain(self._take_batch(), source, input_batch)
         return super().advance(source, input_batch)
 
     def _is_plain(self, batch: CanvasBatch) -> bool:
-        """Whether nothing stands between the canvases' statistics and their next states but numbers
-        of `Settings`."""
+        """Whether fused kernels can settle these canvases: they depend on statistics and on numbers
+        of `Settings` alone."""
         settings = self.requests.settings
         assert isinstance(settings, SlotSettings)
         return not settings.reveals(batch) and self.requests.are_plain(batch)
@@ -99,16 +102,16 @@ class UniformStep(CanvasStep):
     def _advance_plain(
         self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
     ) -> Advanced:
-        """The same as `_advance`, in few launches."""
+        """Does what `_denoise_and_settle` does, in few launches."""
         from vllm_dllm.step.uniform.settle_triton import NAMES
 
         requests, logprobs = self.requests, None
         if self._has_graph(batch):
             assert self.graphs is not None
-            settled = self.graphs.after(batch, source)
+            settled = self.graphs.replay_after(batch, source)
         else:
             block_ends = input_batch.seq_lens[batch.request_index]
-            reports = requests.logprobs.concern(batch)
+            reports = requests.logprobs.any_in(batch)
             settled, logits, row_temperature, best_guess = self._settle_plain(
                 batch, source, block_ends, requests.joins_commits, reports
             )
@@ -124,15 +127,16 @@ class UniformStep(CanvasStep):
                 )
             requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if requests.are_counted:
-            self._numbers = numbers_on_host(batch, NAMES, settled.counted)
+            self._numbers = copy_numbers_to_host(batch, NAMES, settled.counted)
         return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
 
     def _has_graph(self, batch: CanvasBatch) -> bool:
-        """Whether a plain step has one, and nobody wants to see its logits or change them."""
+        """Whether a plain step of these canvases can be replayed: no request changes or reads its
+        logits."""
         requests, graphs = self.requests, self.graphs
-        if graphs is None or not graphs.hold(batch):
+        if graphs is None or not graphs.can_replay(batch):
             return False
-        changes = requests.filters.needs_whole_rows(batch) or requests.logprobs.concern(batch)
+        changes = requests.filters.needs_whole_rows(batch) or requests.logprobs.any_in(batch)
         return graphs.joins_commits == requests.joins_commits and not changes
 
     def settle_whole(
@@ -142,7 +146,7 @@ class UniformStep(CanvasStep):
         batch: CanvasBatch,
         hidden: torch.Tensor,  # [n * C, H]
     ) -> "PlainSettled":
-        """What is captured: a plain step of whole canvases, after its forward."""
+        """Settles a plain step of whole canvases after its forward; captured as a CUDA graph."""
         block_ends = seq_lens[: batch.num_canvases]
         return self._settle_plain(batch, hidden, block_ends, joins_commits)[0]
 
@@ -154,7 +158,8 @@ class UniformStep(CanvasStep):
         joins_commits: bool,
         reports: bool = False,
     ) -> tuple["PlainSettled", CanvasLogits, torch.Tensor, torch.Tensor]:
-        """Returns also logits, temperatures [rows, 1] fp32 and best guesses [rows] int64."""
+        """Settles plain canvases in fused kernels. Returns what became of them, and for reports the
+        logits, temperatures [rows, 1] fp32 and best guesses [rows] int64."""
         from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
 
         settings = self.requests.settings
@@ -163,7 +168,7 @@ class UniformStep(CanvasStep):
         last_guess = self.slots.last_guess(batch.slot_index)
         if reports:
             last_guess = last_guess.clone()  # settling writes it, and a report reads it afterwards
-        logits = self._logits(source, batch, drawn.starts, last_guess)
+        logits = self._wrap_logits(source, batch, drawn.starts, last_guess)
         row_temperature = batch.flatten(drawn.temperature)[:, None]
         stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.noise.candidate))
         settled = settle(
@@ -181,7 +186,7 @@ class UniformStep(CanvasStep):
         return settled, logits, row_temperature, stats.best_guess
 
     def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":
-        """Temperature and noise of each canvas, by one kernel."""
+        """Computes temperature and noise of each canvas in one kernel."""
         from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
 
         numbers = self.slots.columns
@@ -201,13 +206,13 @@ class UniformStep(CanvasStep):
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
         assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
-        # What was shown is what was guessed there, whatever a pin makes the canvas hold.
-        reveal = revealing(settings, slots.revealed[idx], tokens.best_guess)
+        # Revealed tokens are the last best guesses; the canvas may hold a pin there.
+        reveal = reveal_rule(settings, slots.revealed[idx], tokens.best_guess)
         kept = None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN)
-        logits = self._logits(source, batch, found.starts, tokens.best_guess, kept)
-        step_temperature, drawn = self._draw(found, settings)
-        row_temperature = batch.by_row(step_temperature)[:, None]
-        legal = self._legal(found, logits, row_temperature, reveal)
+        logits = self._wrap_logits(source, batch, found.starts, tokens.best_guess, kept)
+        step_temperature, drawn = self._draw_noise(found, settings)
+        row_temperature = batch.expand_to_rows(step_temperature)[:, None]
+        legal = self._find_legal_paths(found, logits, row_temperature, reveal)
         by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
         if legal is not None:
@@ -230,7 +235,7 @@ class UniformStep(CanvasStep):
             answer_only,
             None if legal is None else legal.constrained,
         )
-        next_canvas = drawn.next_canvas if legal is None else legal.begin(drawn.next_canvas)
+        next_canvas = drawn.next_canvas if legal is None else legal.force_starts(drawn.next_canvas)
         revealed = None if settings.reveal is None else outcome.accepted
         return Denoised(
             logits,
@@ -243,24 +248,18 @@ class UniformStep(CanvasStep):
             revealed,
         )
 
-    def _draw(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
-        """The temperature [n] fp32 and the noise of each canvas."""
+    def _draw_noise(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
+        """Returns the temperature [n] fp32 and the noise of each canvas."""
         if self.fuses:
             of_step = self._fused_draws(found.batch, found.block_ends)
             return of_step.temperature[:, 0], of_step.noise
         numbers = found.numbers
         done, most = numbers.steps_done, numbers.num_steps
-        drawn = step_noise(
-            numbers.noise_key,
-            found.starts,
-            found.batch.lengths,
-            done,
-            self.canvas_length,
-            self.vocab_size,
-        )
+        starts, lengths, C = found.starts, found.batch.lengths, self.canvas_length
+        drawn = step_noise(numbers.noise_key, starts, lengths, done, C, self.vocab_size)
         return temperature(done, most, settings.t_min, settings.t_span), drawn
 
-    def _logits(
+    def _wrap_logits(
         self,
         source: torch.Tensor,  # see `advance`
         batch: CanvasBatch,
@@ -268,28 +267,28 @@ class UniformStep(CanvasStep):
         last_guess: torch.Tensor,  # [n, C] int64
         kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
     ) -> CanvasLogits:
-        """The canvases' logits, whole or streamed by tiles, as the model has them."""
+        """Returns the canvases' logits: whole, or streamed by tiles if the model does that."""
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
         filters = self.requests.filters
         return kind(
             source, batch, starts, last_guess, self.soft_embedding, filters, self.memory, kept
         )
 
-    def _legal(
+    def _find_legal_paths(
         self,
         found: Found,
         logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         reveal: Reveal | None,
     ) -> Legal | None:
-        """What grammars allow of the canvases. None: no request has one."""
+        """Returns the legal paths of canvases with a grammar. None: no request has one."""
         grammars = self.requests.grammars
-        if not grammars.concern(found.batch):
+        if not grammars.any_in(found.batch):
             return None
         skipped = found.numbers.is_committing == 1
         if found.cut is not None:
             skipped |= found.cut
-        return grammars.legal(
+        return grammars.find_legal_paths(
             found.batch,
             found.starts,
             skipped,

@@ -1,7 +1,5 @@
-"""What a step shows of its canvases: on the device, and read on the host.
-
-The trace file and the live streams are both made of these records.
-"""
+"""What a step shows of its canvases, on the device and on the host. The trace file and the live
+streams are made of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ import torch
 
 
 class StepCanvases(NamedTuple):
-    """What a step did to n canvases, on the device or on its way from it."""
+    """What a step did to n canvases, on the device or on its way to the host."""
 
     tokens: torch.Tensor  # [n, C] int64, best guesses
     accepted: torch.Tensor  # [n, C] bool
@@ -20,15 +18,16 @@ class StepCanvases(NamedTuple):
     step: torch.Tensor  # [n] int64, 1-based
     temperature: torch.Tensor  # [n]
     start: torch.Tensor  # [n] int64, absolute position of the first token
-    denoises: torch.Tensor  # [n] bool, else there is nothing to show
+    denoises: torch.Tensor  # [n] bool, the others have nothing to show
     finished: torch.Tensor  # [n] bool
 
-    def rows(self, index: torch.Tensor) -> "StepCanvases":
-        """Copies, which later steps do not change."""
+    def select(self, index: torch.Tensor) -> "StepCanvases":
+        """Returns copies of the canvases `index` [k] int64, which later steps do not change."""
         return StepCanvases(*(column.index_select(0, index) for column in self))
 
-    def copied_to_host(self) -> tuple["StepCanvases", Callable[[], None]]:
-        """Starts copying. Call what comes second before reading: it waits until all is there."""
+    def copy_to_host(self) -> tuple["StepCanvases", Callable[[], None]]:
+        """Starts copying to the host. Returns the copies and a function to call before reading
+        them, which waits until they are complete."""
         device = self.tokens.device
         if device.type == "cpu":
             return self, lambda: None
@@ -58,8 +57,8 @@ class CanvasRecord:
 
 
 def read_records(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
-    """Records of tensors that are on the host. `lengths`: canvas positions of each. None: the step
-    did not denoise it."""
+    """Makes the record of each canvas from tensors that are on the host; None: the step did not
+    denoise it. `lengths`: positions of each canvas."""
     columns = [column.int().tolist() for column in canvases[:3]]
     entropy = canvases.entropy_nats.tolist()
     step, temperature, start = (column.tolist() for column in canvases[4:7])

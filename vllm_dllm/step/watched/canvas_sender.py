@@ -1,7 +1,8 @@
 """Sends canvases to the API processes whose clients watch, from a thread of its own.
 
-A step hands over what it copies and goes on; the thread waits for the copy and sends it as it is.
-Whoever reads too slowly loses canvases: the queue keeps the newest, and a full socket takes none.
+A step queues what it copies and goes on; the thread waits for the copy and sends it as it is. A
+client that reads too slowly misses canvases: the queue keeps the newest, and a full socket drops
+them.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ class Watcher(NamedTuple):
     width: int  # tokens of a block
 
 
-class Sent(NamedTuple):
-    """What a step leaves to the thread."""
+class QueuedStep(NamedTuple):
+    """What a step leaves to the thread to send."""
 
     canvases: StepCanvases  # on the host, once `wait` returns
     wait: Callable[[], None]
@@ -40,20 +41,23 @@ class Sent(NamedTuple):
 
 
 class CanvasSender:
+    """A queue of steps, and the thread that sends them."""
+
     def __init__(self) -> None:
-        self._steps: deque[Sent | Watcher] = deque(maxlen=QUEUE_STEPS)
+        self._steps: deque[QueuedStep | Watcher] = deque(maxlen=QUEUE_STEPS)
         self._has_steps = threading.Event()
         self._context = zmq.Context()
         self._sockets: dict[Path, zmq.Socket[bytes]] = {}
         threading.Thread(target=self._run, daemon=True, name="CanvasSender").start()
 
-    def put(self, step: Sent) -> None:
-        """Never waits."""
+    def send_step(self, step: QueuedStep) -> None:
+        """Queues a step's canvases. Never waits."""
         self._steps.append(step)
         self._has_steps.set()
 
-    def end(self, watcher: Watcher) -> None:
-        """Nothing more comes, unless the request was preempted. Never waits."""
+    def send_end(self, watcher: Watcher) -> None:
+        """Queues the message that a request's canvases have ended; more come if it was preempted.
+        Never waits."""
         self._steps.append(watcher)
         self._has_steps.set()
 
@@ -70,8 +74,8 @@ class CanvasSender:
                 step.wait()
                 self._send(step)
 
-    def _send(self, step: Sent) -> None:
-        """One message for each API process, whatever the number of its clients."""
+    def _send(self, step: QueuedStep) -> None:
+        """Sends a step: one message for each API process, whatever the number of its clients."""
         shown, watchers = step.canvases, step.watchers
         blocks = [
             (start - watcher.first) // watcher.width
@@ -95,11 +99,12 @@ class CanvasSender:
             self._push(path, pack_canvases(topics, *some))
 
     def _push(self, path: Path, message: bytes) -> None:
-        """Sends it, unless the API process does not keep up: then its clients miss this step."""
+        """Sends a message, or drops it if the API process does not keep up."""
         with contextlib.suppress(zmq.Again):
             self._socket(path).send(message, zmq.NOBLOCK)
 
     def _socket(self, path: Path) -> "zmq.Socket[bytes]":
+        """Returns the socket to an API process, connected when first used."""
         socket = self._sockets.get(path)
         if socket is None:
             socket = self._sockets[path] = self._context.socket(zmq.PUSH)

@@ -1,4 +1,4 @@
-"""What the metrics count of a step, copied to the host ahead of its tokens. Nothing waits."""
+"""Counts a step's canvases for the metrics, and copies the numbers to the host without waiting."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.batch import CanvasBatch
 
 
-def canvas_numbers(
+def count_canvases(
     batch: CanvasBatch,
     outcome: StepOutcome,
     entropy_nats: torch.Tensor,  # [n, C]
-    denoises: torch.Tensor,  # [n] bool, else the step's outcome is not used
+    denoises: torch.Tensor,  # [n] bool, canvases that are denoised, not committed or taken back
     is_committed: torch.Tensor | None = None,  # [n] bool, as in `Denoised`
     is_verified: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
     cut: Sequence[int] = (),  # as in `CanvasNumbers`
 ) -> CanvasNumbers:
-    """The numbers of a step's canvases, on their way to the host."""
+    """Returns the numbers of a step's canvases, on their way to the host."""
     accepted = outcome.accepted
     if batch.valid is not None:
         accepted, entropy_nats = accepted & batch.valid, entropy_nats * batch.valid
@@ -37,14 +37,15 @@ def canvas_numbers(
     torch.sum(accepted, dim=-1, dtype=torch.float32, out=values[1])
     torch.sum(entropy_nats, dim=-1, out=values[2])
     values[3:] = torch.stack(tuple(flags.values()))
-    found = numbers_on_host(batch, ("step", "accepted", "entropy", *flags), values)
+    found = copy_numbers_to_host(batch, ("step", "accepted", "entropy", *flags), values)
     return found._replace(cut=cut)
 
 
-def numbers_on_host(
+def copy_numbers_to_host(
     batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor
 ) -> CanvasNumbers:
-    """`values` [names, n] fp32."""
+    """Starts copying `values` [names, n] fp32 to the host. They are read after the step's tokens,
+    which the host waits for."""
     return CanvasNumbers(
         batch.requests_np.tolist(),
         batch.lengths_np.tolist(),

@@ -1,6 +1,6 @@
-"""Who looks at the canvases of a step: the trace file at all of them, clients at their own.
+"""Shows the canvases of a step to those who watch: the trace file gets all, clients their own.
 
-A step that nobody looks at copies and computes nothing.
+A step that nobody watches copies and computes nothing.
 """
 
 import json
@@ -16,13 +16,13 @@ from vllm_dllm.config.files import LineFile
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.watched.canvas_record import CanvasRecord, StepCanvases, read_records
-from vllm_dllm.step.watched.canvas_sender import CanvasSender, Sent, Watcher
+from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, Watcher
 
 logger = init_logger(__name__)
 
 
 class CanvasObservers:
-    """Watchers by slot; only requests whose client watches are in here."""
+    """The trace file, and watchers by slot; only requests whose client watches are in here."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class CanvasObservers:
         canvas_length: int,
         device: torch.device,
         *,
-        speaks: bool,  # with tensor parallelism, one worker of all that compute the same
+        speaks: bool,  # whether this worker shows canvases: one of a tensor-parallel group does
         blocks_are_aligned: bool,  # counted from a request's first token, not from its answer's
     ) -> None:
         self.trace = CanvasTrace(trace_path) if trace_path and speaks else None
@@ -40,7 +40,7 @@ class CanvasObservers:
         self._sender: CanvasSender | None = None  # started by the first who watches
 
     def add_request(self, request: NewRequest) -> None:
-        """Notes where the canvases of a request go, if its client watches."""
+        """Keeps where a request's canvases are sent, if its client watches."""
         feed = request.options.canvas_feed
         if feed is None or not self._speaks or (found := find_socket(feed)) is None:
             return
@@ -54,21 +54,23 @@ class CanvasObservers:
         """Nothing waits."""
 
     def remove_request(self, slot: int) -> None:
+        """Ends the slot's stream of canvases, if there is one."""
         watcher = self._watchers.pop(slot, None)
         if watcher is not None and self._sender is not None:
-            self._sender.end(watcher)
+            self._sender.send_end(watcher)
 
-    def look_at(self, batch: CanvasBatch) -> bool:
-        """Whether anybody wants to see this step's canvases."""
+    def are_watching(self, batch: CanvasBatch) -> bool:
+        """Whether anybody watches this step's canvases."""
         return self.trace is not None or (
             bool(self._watchers) and not self._watchers.keys().isdisjoint(batch.slots_np.tolist())
         )
 
-    def show(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
-        """`request_ids`: of the whole batch. Waits for the device only if there is a trace."""
+    def show_step(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
+        """Writes a step's canvases to the trace, and queues those of watched requests.
+        `request_ids`: of the whole batch. Waits for the device only if there is a trace."""
         slots, lengths = batch.slots_np.tolist(), batch.lengths_np.tolist()
         if self.trace is not None:
-            host, wait = canvases.copied_to_host()
+            host, wait = canvases.copy_to_host()
             wait()
             for record, request in zip(read_records(host, lengths), batch.requests_np, strict=True):
                 if record is not None:
@@ -77,9 +79,9 @@ class CanvasObservers:
         if self._sender is None or not watched:
             return
         index = async_tensor_h2d(np.array(watched, dtype=np.int64), device=self._device)
-        self._sender.put(
-            Sent(
-                *canvases.rows(index).copied_to_host(),
+        self._sender.send_step(
+            QueuedStep(
+                *canvases.select(index).copy_to_host(),
                 [lengths[i] for i in watched],
                 [self._watchers[slots[i]] for i in watched],
             )
@@ -87,10 +89,10 @@ class CanvasObservers:
 
 
 class CanvasTrace:
-    """A running record of the canvases, for people to watch: one JSON line a request and step.
+    """Appends canvases to a file, for people to watch: one JSON line for each request and step.
 
-    Appends to a file; reading it while it grows is safe, a line is written at once. Lines that
-    the disk does not take are dropped.
+    It can be read while it grows: a line is written at once. Lines that the disk does not take are
+    dropped.
 
     Each line holds `request_id`, `step` (1-based), `tokens` (best guess, one a canvas position),
     `accepted` (0/1 a position), `canvas` (what its next step reads), `entropy` (mean, nats) and
@@ -116,6 +118,7 @@ class CanvasTrace:
         self._append(json.dumps(line).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
+        """Appends a line, or drops it with a warning, the first time."""
         try:
             self._file.append(line)
         except OSError as error:
