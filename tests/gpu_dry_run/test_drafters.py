@@ -68,7 +68,7 @@ class Batch:
             num_tokens=n * TOKENS,
             num_scheduled_tokens=np.full(n, TOKENS, dtype=np.int32),
             num_computed_tokens_np=np.zeros(n, dtype=np.int32),
-            num_predict_widths=0 if is_prefill else n * WIDEST,
+            num_draft_tokens=0 if is_prefill else n * WIDEST,
             is_prefilling_np=np.full(n, is_prefill),
             prefill_len_np=np.full(n, TOKENS, dtype=np.int32),
             query_start_loc_np=np.arange(n + 1, dtype=np.int32) * TOKENS,
