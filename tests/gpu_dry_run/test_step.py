@@ -227,7 +227,7 @@ def test_nobody_waits_for_those_who_watch(
 ) -> None:
     """The copies of their canvases are under way when the step is over; a thread waits for them."""
     sent: list[Any] = []
-    sender = SimpleNamespace(put=sent.append)
+    sender = SimpleNamespace(send_step=sent.append)
     monkeypatch.setattr(observers, "find_socket", lambda feed: (Path(feed), b"topic"))
     monkeypatch.setattr(observers, "CanvasSender", lambda: sender)
     server.admit("plain", "watched", "narrow and watched")
