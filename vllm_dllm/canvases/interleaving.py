@@ -25,8 +25,9 @@ class InterleavedStream:
         format_event: Callable[[dict[str, Any]], bytes],
         grace_s: float = 1.0,
     ) -> None:
-        """`grace_s`: how many seconds the end of the stream waits at most for the last canvases,
-        which may be late because they come through another socket."""
+        """Makes a stream that passes bytes to `send`, with the canvases of `feed` as `format_event`
+        writes them. Nothing is sent yet. `grace_s`: how long, in seconds, the end of the stream
+        waits for the last canvases, which come through another socket."""
         self._send, self._feed, self._format_event = send, feed, format_event
         self._grace_s = grace_s
         self._incomplete = b""

@@ -75,6 +75,8 @@ class DraftSchedulerHooks(SchedulerHooks):
 
 
 StockScheduler, StockAsyncScheduler = Scheduler, AsyncScheduler
+_PREDICTED_WIDTHS = "predicted_widths"
+"""Attribute of `ModelRunnerOutput` with the draft widths that the speculator predicted."""
 
 
 _OTHER_DFLASH_ARCHITECTURES = {  # with speculators of their own
@@ -143,7 +145,7 @@ def set_placeholder_drafts(scheduler: Scheduler, output: SchedulerOutput) -> Non
 def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
     """Returns the draft widths, by request id, that the speculator predicted with a step; empty if
     none."""
-    return getattr(output, "predicted_widths", {})
+    return getattr(output, _PREDICTED_WIDTHS, {})
 
 
 def send_widths_to_speculator(runner: Any, scheduler_output: SchedulerOutput) -> None:
@@ -156,5 +158,5 @@ def send_predicted_widths(runner: Any, output: Any) -> Any:
     """Returns `output` of a worker's step with the widths that its speculator predicts attached."""
     take_widths = getattr(runner.speculator, "take_predicted_widths", None)
     if take_widths is not None and isinstance(output, AsyncModelRunnerOutput):
-        output.model_runner_output.predicted_widths = take_widths()
+        setattr(output.model_runner_output, _PREDICTED_WIDTHS, take_widths())
     return output

@@ -20,7 +20,8 @@ BACKEND = "guidance"
 
 
 def grammar_kind_and_spec(wanted: StructuredOutputsParams) -> tuple[str, str]:
-    """Returns which field a request has set (`json`, `regex`, ...) and its text."""
+    """Returns the name of the structured-output field that a request sets (`json`, `regex`, ...)
+    and its value as text. Raises ValueError if it sets none, such as `json_object: false`."""
     kind, spec = get_structured_output_key(wanted)
     return kind.name.lower(), spec
 

@@ -33,10 +33,11 @@ NO_REASONING_ENDS = ReasoningEnds()
 def make_reasoning_parser(
     config: StructuredOutputsConfig, tokenizer: Any, kwargs: Mapping[str, Any] | None = None
 ) -> ReasoningParser | None:
-    """Returns the parser of reasoning that comes before a grammar; None: the grammar begins at
-    once.
+    """Returns the server's reasoning parser; None if the grammar applies from the first token.
+    `kwargs`: passed to the parser's constructor, such as `chat_template_kwargs`.
 
     Raises:
+        KeyError: no parser has that name.
         RuntimeError, ValueError: the tokenizer lacks tokens that the parser needs.
     """
     if not config.reasoning_parser or config.enable_in_reasoning:

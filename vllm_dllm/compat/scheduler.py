@@ -172,17 +172,17 @@ class _PrefixesAtPrefillEnds:
         self._manager, self._prefill_end = manager, prefill_end
 
     def __getattr__(self, name: str) -> Any:
-
         return getattr(self._manager, name)
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks and the length of the longest such prefix, as vLLM's manager does."""
-        found = self._manager.get_computed_blocks(request, *args, **kwargs)
+        """Returns the cached blocks and the length in tokens of the longest cached prefix at whose
+        end a prefill may end, in the form of vLLM's manager, which has more after these two."""
+        blocks, length, *more = self._manager.get_computed_blocks(request, *args, **kwargs)
         # Asks again, since layers with a window have only the last blocks of a prefix.
-        while (longest := self._prefill_end(request, found[1])) < found[1]:
+        while (longest := self._prefill_end(request, length)) < length:
             shorter = _ShortenedRequest(request, longest)
-            found = self._manager.get_computed_blocks(shorter, *args, **kwargs)
-        return found
+            blocks, length, *more = self._manager.get_computed_blocks(shorter, *args, **kwargs)
+        return blocks, length, *more
 
 
 class _ShortenedRequest:

@@ -29,6 +29,8 @@ FEED = "vllm_dllm_canvas_feed"
 """Key of `SamplingParams.extra_args` with the feed's name. Only the API process sets it, never a
 client."""
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})")
+_DTYPES = (np.int32, np.float32, np.int32, np.float32, np.uint8)
+"""Of a message's arrays: numbers, temperature, tokens, entropy_nats, accepted."""
 _LONGEST_PATH = 107  # bytes, of a local socket
 
 
@@ -90,7 +92,8 @@ def pack_canvases(
 ) -> bytes:
     """Returns the message with the n canvases of a step, of which C positions are kept."""
     arrays = (numbers, temperature, tokens, entropy_nats, accepted)
-    return msgspec.msgpack.encode((topics, *(array.tobytes() for array in arrays)))
+    typed = (array.astype(of, copy=False) for array, of in zip(arrays, _DTYPES, strict=True))
+    return msgspec.msgpack.encode((topics, *(array.tobytes() for array in typed)))
 
 
 def pack_end(topic: bytes) -> bytes:
@@ -105,10 +108,9 @@ def unpack_canvases(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | No
     if not arrays:
         yield topics[0], None
         return
-    dtypes = (np.int32, np.float32, np.int32, np.float32, np.uint8)
     numbers, temperature, tokens, nats, accepted = (
         np.frombuffer(array, dtype).reshape(len(topics), -1)
-        for array, dtype in zip(arrays, dtypes, strict=True)
+        for array, dtype in zip(arrays, _DTYPES, strict=True)
     )
     nats = nats.astype(np.float64)
     entropy = np.round(nats, 3)

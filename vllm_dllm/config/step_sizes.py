@@ -1,6 +1,6 @@
 """How many canvases a step of a GPU has room for, and which steps become CUDA graphs."""
 
-PROMPT_SHARE = 4  # a quarter of a step's tokens is left to prompts
+PROMPT_DIVISOR = 4  # a quarter of a step's tokens is left to prompts
 CAPTURED_CANVASES = 16
 """Canvases of the largest graph. A larger step computes for longer than the host takes to launch it
 (an estimate: 2 TFLOP a canvas of the 26B model, 60 ms on an H100)."""
@@ -12,9 +12,9 @@ def max_canvases_per_step(
     token_budget: int,  # of a step
     canvas_length: int,
 ) -> int:
-    """Returns how many requests can be denoised in every step while prompts keep their share of
-    it."""
-    return max(1, (token_budget - token_budget // PROMPT_SHARE) // canvas_length)
+    """Returns how many canvases of `canvas_length` tokens fit into a step of `token_budget` tokens
+    beside the prompts' share; at least 1."""
+    return max(1, (token_budget - token_budget // PROMPT_DIVISOR) // canvas_length)
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, token_budget: int) -> list[int]:

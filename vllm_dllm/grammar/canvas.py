@@ -39,7 +39,7 @@ def constrain_canvas(
         StuckError: there is none.
     """
     num_rows = min(len(rows), num_tokens)
-    path, end = find_path(start, rows, num_rows)
+    path, end = find_cheap_path(start, rows, num_rows)
     tokens = cut_to_fit(start, path, end, num_tokens)
     if tokens is None and path.is_stuck:
         raise StuckError("no token is legal")
@@ -51,12 +51,17 @@ def constrain_canvas(
     return ConstrainedCanvas(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)
 
 
-def find_path(
+def find_cheap_path(
     start: GrammarState, rows: CanvasRows, num_rows: int
 ) -> tuple[LegalPath, GrammarState]:
-    """Returns a cheap legal path through the first `num_rows` rows, and the state after it: that
-    of a walk along the best guesses, or if its repairs cost much, a cheaper one that a search
-    finds. Does not move `start`."""
+    """Returns a legal path through at most the first `num_rows` rows, and the grammar's state after
+    it. The path is the walk along the best guesses; where its repairs cost more than
+    `MAX_WALK_COST_NATS`, or it is stuck, it is a cheaper one if a search finds one. Does not move
+    `start`.
+
+    Raises:
+        StuckError: the matcher has given up.
+    """
     end = start.copy()
     path = walk_best_guesses(end, rows, num_rows)
     if path.confident_cost_nats <= MAX_WALK_COST_NATS and not path.is_stuck:

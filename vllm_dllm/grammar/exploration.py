@@ -62,8 +62,8 @@ def _cut_detours(start: GrammarState, tokens: list[int]) -> list[int]:
             if (len(head), mask) in tried:
                 continue
             tried.add((len(head), mask))
-            if (known := _find_last_joint(ahead, tokens, masks, first)) is not None:
-                best, end = head, known
+            if (completing := _find_latest_completing_end(ahead, tokens, masks, first)) is not None:
+                best, end = head, completing
         tokens = [*tokens[:i], *best, *tokens[end:]]
         masks = [*masks[: i + len(best)], *masks[end:]]
         if best:
@@ -84,32 +84,35 @@ def reuse_plan(
         ahead = state.copy()
         if ahead.consume_tokens(head) < len(head):
             continue
-        joint = _find_last_joint(ahead, plan, masks, 0)
+        joint = _find_latest_completing_end(ahead, plan, masks, 0)
         if joint is not None:
             return [*head, *plan[joint:]]
     return None
 
 
-def _find_last_joint(
+def _find_latest_completing_end(
     state: GrammarState,
     tokens: list[int],
     masks: list[bytes],  # before each of the tokens, and after the last
     first: int,
 ) -> int | None:
-    """Returns the largest i, at least `first`, for which `tokens[i:]` complete the answer at
-    `state`; None if there is none. Only places with the state's own mask are tried, and by halves:
-    the turns of a loop that counts have equal masks, and those that are too far on all fail."""
+    """Returns the start of a short end of `tokens`, at `first` or later, that completes the answer
+    at `state`; None if none is found.
+
+    Tries only places where the same tokens are legal as at `state`. Bisects them: in a loop that
+    counts, ends that start too late all fail. So it may miss a shorter end.
+    """
     mask = state.compute_mask().tobytes()
     same = [i for i in range(first, len(masks)) if masks[i] == mask]
-    known, fails = -1, len(same)
-    middle = fails - 1  # the last of all is the most likely, where no loop counts
-    while known < middle:
+    completing, failing = -1, len(same)
+    middle = failing - 1  # the last of all is the most likely, where no loop counts
+    while completing < middle:
         if _completes(state, tokens[same[middle] :]):
-            known = middle
+            completing = middle
         else:
-            fails = middle
-        middle = (known + fails) // 2
-    return None if known < 0 else same[known]
+            failing = middle
+        middle = (completing + failing) // 2
+    return None if completing < 0 else same[completing]
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from vllm_dllm.grammar.lark import LarkRules, quote_literal
-from vllm_dllm.grammar.patterns import FORMATS
+from vllm_dllm.grammar.patterns import FORMATS, unanchored_lark_regex
 from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, JsonSchema, SchemaError
 
 CALL, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -130,7 +130,7 @@ class _ArgumentRules:
                 raise SchemaError(f"{form.path}/maxLength must be at least {least}, got {most}")
             parts.insert(0, f"/(?s:.{{{least},{most}}})/")
         if "pattern" in schema:
-            parts.insert(0, f"/{_whole_text_pattern(schema['pattern'], f'{form.path}/pattern')}/")
+            parts.insert(0, f"/{unanchored_lark_regex(schema['pattern'], f'{form.path}/pattern')}/")
         if schema.get("format") in FORMATS:
             parts.insert(0, f"/{regex_to_lark(FORMATS[schema['format']])}/")
         if len(parts) == 1:
@@ -245,27 +245,3 @@ def _value_literal(value: Any, path: str) -> str:
         pairs = [f"{_key_literal(name, path)} {_value_literal(value[name], path)}" for name in keys]
         return f'"{{" {_join_with_commas(pairs)} "}}"'
     return quote_literal(json.dumps(value))
-
-
-def _whole_text_pattern(pattern: str, path: str) -> str:
-    """Returns the expression of all texts that contain a match of `pattern`: JSON schema's patterns
-    are not anchored, Lark's are."""
-    begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
-    inner = pattern[begins : len(pattern) - ends]
-    if (begins or ends) and _has_outer_alternatives(inner):
-        raise SchemaError(f"{path} must have its alternatives in parentheses, got {pattern!r}")
-    try:
-        inner = regex_to_lark(inner)
-    except ValueError as error:
-        raise SchemaError(f"{path} cannot be used: {error}") from error
-    return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
-
-
-def _has_outer_alternatives(pattern: str) -> bool:
-    """Returns whether a pattern has a `|` outside of parentheses."""
-    depth = 0
-    for sign in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
-        depth += (sign == "(") - (sign == ")")
-        if sign == "|" and depth == 0:
-            return True
-    return False

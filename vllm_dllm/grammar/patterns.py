@@ -1,4 +1,5 @@
-r"""Mends the patterns of JSON schemas where llguidance reads them differently.
+r"""Mends the patterns of JSON schemas where llguidance reads them differently, and writes them as
+regular expressions of Lark.
 
 llguidance 1.7.6 lets `\\` and `\"` match any class that has all control characters, even if it
 excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class that lacks a control
@@ -8,6 +9,10 @@ Python's readers do not, so a pattern is added to them (`FORMATS`).
 
 import re
 from typing import Any
+
+from llguidance import regex_to_lark
+
+from vllm_dllm.grammar.schema_forms import SchemaError
 
 _YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _HOUR_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -66,3 +71,32 @@ def _exclude_nul(match: re.Match[str]) -> str:
         return match.group()
     inner = rf"\{excluded}" if excluded.startswith("^") else excluded
     return rf"[^\x00[{inner}]]"
+
+
+def unanchored_lark_regex(pattern: str, path: str) -> str:
+    """Returns a regular expression for Lark that matches every text in which JSON schema's
+    `pattern` is found: `.*` is added where the pattern has no anchor, since Lark matches whole
+    texts.
+
+    Raises:
+        SchemaError: llguidance cannot use the pattern; names `path`.
+    """
+    begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
+    inner = pattern[begins : len(pattern) - ends]
+    if (begins or ends) and _has_outer_alternatives(inner):
+        raise SchemaError(f"{path} must have its alternatives in parentheses, got {pattern!r}")
+    try:
+        inner = regex_to_lark(inner)
+    except ValueError as error:
+        raise SchemaError(f"{path} cannot be used: {error}") from error
+    return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
+
+
+def _has_outer_alternatives(pattern: str) -> bool:
+    """Returns whether a pattern has a `|` outside of parentheses."""
+    depth = 0
+    for sign in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        depth += (sign == "(") - (sign == ")")
+        if sign == "|" and depth == 0:
+            return True
+    return False

@@ -30,11 +30,15 @@ class StuckError(RuntimeError):
 
 
 def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> LegalPath:
-    """Returns a path through the first `num_rows` rows, or to the token that ends the answer, or to
-    a dead end. Moves `state` to its end.
+    """Returns a legal path through the first `num_rows` rows: each row's best guess, or where that
+    is illegal its most probable legal token. The path stops early where the answer ends, or with
+    `is_stuck` where no token is legal. Moves `state` to the path's end.
 
     Rows in succession that the model is sure of are consumed in one call. Every other row has its
     mask computed, which its entropy and its candidate need anyway.
+
+    Raises:
+        StuckError: the matcher has given up.
     """
     path = LegalPath()
     unsure = find_unsure_rows(state, rows, num_rows)

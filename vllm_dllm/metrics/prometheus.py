@@ -181,8 +181,9 @@ class DraftMetrics:
     def observe(
         self, num_verified: int, accepted: Sequence[int], drafted: Sequence[int], engine: int
     ) -> None:
-        """Adds the verifications of an engine's step. `accepted`, `drafted`: in how many of the
-        `num_verified` drafts each position was accepted, and in how many there was one."""
+        """Adds one step's verified drafts to an engine's histograms. accepted[i], drafted[i]: how
+        many of the `num_verified` drafts had position i accepted, and how many had a token
+        there."""
         metrics = self._by_engine[engine]
         for length, times in count_run_lengths(num_verified, accepted):
             metrics["acceptance_length"].observe_many(1 + length, times)

@@ -15,6 +15,8 @@ class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
     """LLaDA2.0 to 2.2, named as in the checkpoints' own modeling_llada2_moe.py."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Builds the layers. If the checkpoint has an `expert_capacity`, as LLaDA2.2 has, they
+        choose experts block by block (`BlockRouting`)."""
         config, routing = vllm_config.model_config.hf_config, None
         if config.expert_capacity:
             routing = BlockRouting(config, vllm_config.scheduler_config.max_num_batched_tokens)

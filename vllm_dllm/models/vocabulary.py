@@ -79,7 +79,7 @@ class Vocabulary:
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         return first, self.model.embed_tokens.weight[: end - first]
 
-    def output_shard(self) -> torch.Tensor:
+    def lm_head_shard(self) -> torch.Tensor:
         """Returns the LM head's weights [n, H] of the tokens of `vocabulary_shard`."""
         _, embeddings = self.vocabulary_shard()
         if getattr(self.config, "tie_word_embeddings", True):  # as transformers has it
@@ -120,7 +120,7 @@ class Vocabulary:
         """Returns the soft-capped logit [rows] fp32 of each row's token; MASKED_LOGIT where that is
         < 0."""
         first, _ = self.vocabulary_shard()
-        weight, place = self.output_shard(), tokens - first
+        weight, place = self.lm_head_shard(), tokens - first
         is_here = (place >= 0) & (place < len(weight))
         of_tokens = weight[place.clamp(0, len(weight) - 1)]
         logits = self.cap_logits((hidden.float() * of_tokens.float()).sum(dim=-1))

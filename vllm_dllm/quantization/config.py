@@ -21,7 +21,12 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.quantization import layer_names, modelopt
 from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, IN_VLLM
-from vllm_dllm.quantization.schemes import Scheme, check_method, describe_scheme, recognize_scheme
+from vllm_dllm.quantization.schemes import (
+    Scheme,
+    check_other_method,
+    describe_scheme,
+    recognize_scheme,
+)
 
 logger = init_logger(__name__)
 
@@ -43,7 +48,12 @@ def adapt_quant_config(
     if not isinstance(config, CompressedTensorsConfig):
         first = IN_CHECKPOINT + next(layer_names.list_linears(text_config))
         has_zero_points = any(getattr(config, name, False) for name in ("zero_point", "has_zp"))
-        check_method(first, config.get_name(), has_zero_points, current_platform.is_cpu())
+        check_other_method(
+            first,
+            config.get_name(),
+            has_zero_points=has_zero_points,
+            on_cpu=current_platform.is_cpu(),
+        )
         if config.get_name() not in modelopt.METHODS:
             _warn_unchecked(config.get_name(), "all layers that it quantises")
         return config

@@ -57,9 +57,9 @@ def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme
     return Scheme.OTHER
 
 
-def check_method(layer: str, method: str, has_zero_points: bool, on_cpu: bool) -> None:
-    """Raises ValueError if vLLM's `method`, which is not compressed-tensors, cannot be served
-    here."""
+def check_other_method(layer: str, method: str, *, has_zero_points: bool, on_cpu: bool) -> None:
+    """Checks a checkpoint that vLLM, not compressed-tensors, dequantises. Raises ValueError if its
+    weights have zero points, or on a CPU. `layer` is only named in the error."""
     if has_zero_points:
         raise _unsupported(layer, f"weights must not have zero points, got {layer}.qzeros")
     if on_cpu:

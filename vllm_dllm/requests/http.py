@@ -68,7 +68,8 @@ def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
 
 def _names_in_body(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     """Yields the names in a body, each after the path of the object that it is in. Names in
-    `vllm_xargs`, which `_check_xargs` checks, and in a user's content are left out."""
+    `vllm_xargs`, which `_check_xargs` checks, and in a user's content are left out. Lists are not
+    searched."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         if (place, name) == ("", "vllm_xargs"):
             continue

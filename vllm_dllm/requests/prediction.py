@@ -61,7 +61,7 @@ def _prediction_text(prediction: Any) -> str | None:
     return "".join(texts) if len(texts) == len(parts) else None
 
 
-class AcceptedTokens:
+class AcceptedTokenCounter:
     """Counts the tokens of one prediction that appear in a request's answers while they grow.
 
     OpenAI calls the prediction's tokens that appear in the completion accepted, the others
@@ -98,7 +98,12 @@ class AcceptedTokens:
         }
 
 
-def make_accepted_tokens(params: SamplingParams, tokenizer: Any) -> AcceptedTokens | None:
-    """Makes a counter for a request, after its checks; None if it predicts nothing."""
+def make_accepted_token_counter(
+    params: SamplingParams, tokenizer: Any
+) -> AcceptedTokenCounter | None:
+    """Returns a counter of how much of a request's prediction its answers contain; None if the
+    request has no prediction. Call it once `admit` has checked the request."""
     prediction = (params.extra_args or {}).get(PREDICTION)
-    return None if prediction is None else AcceptedTokens(encode_prediction(prediction, tokenizer))
+    if prediction is None:
+        return None
+    return AcceptedTokenCounter(encode_prediction(prediction, tokenizer))

@@ -98,7 +98,7 @@ def check_structured_outputs(
         raise _refusal(f"{name} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
         is_schema = kind == "json" and not isinstance(error, json.JSONDecodeError)
-        place = _find_in_schema(spec, str(error)) if is_schema else ""
+        place = _locate_complaint(spec, str(error)) if is_schema else ""
         complaint = " ".join(str(error).split())
         raise _refusal(f"{name} cannot be used: {complaint}{place}") from error
     use_guidance(params.structured_outputs)
@@ -226,9 +226,10 @@ def _refusal(message: str) -> VLLMValidationError:
     return VLLMValidationError(f"{message}.", parameter="structured_outputs")
 
 
-def _find_in_schema(spec: str, complaint: str) -> str:
-    """Returns the place of the first key or text in a JSON schema that llguidance's complaint
-    quotes, as " (at #/...)", or "" if there is none."""
+def _locate_complaint(spec: str, complaint: str) -> str:
+    """Returns where a JSON schema has what llguidance complains of, as " (at #/...)": the first key
+    or text that the complaint has in double quotes or, if it quotes nothing, that is its last word.
+    "" if there is none."""
     quoted = complaint.split('"')[1::2] or complaint.split()[-1:]
     for path, text in _keys_and_texts(json.loads(spec)):
         if text in quoted:

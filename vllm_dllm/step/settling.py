@@ -92,7 +92,7 @@ class Settling:
         predictions = self.requests.predictions
         predicted = predictions.find_predicted(batch)
         if predicted is not None:
-            may_move = self._may_realign(found, denoised, settled)
+            may_move = self._prediction_may_move(found, denoised, settled)
             moved = predictions.realign(predicted, guess, outcome.accepted, batch.valid, may_move)
             canvas, guess = moved.fill_canvas(canvas), moved.fill_guess(guess)
         guess = guess.masked_fill(ended, NO_TOKEN)
@@ -120,13 +120,15 @@ class Settling:
         )
         return canvas
 
-    def _may_realign(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
+    def _prediction_may_move(
+        self, found: Found, denoised: Denoised, settled: Settled
+    ) -> torch.Tensor:
         """Returns [n] bool: canvases whose predicted tokens may move. They had their first step, go
         on being denoised, and are not revealed permanently."""
         is_first = denoised.outcome.state.steps_done == 1
         found_so = settled.denoises & ~settled.finished & is_first
         reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
-        return found_so if reveal is None else found_so & ~reveal[0]
+        return found_so if reveal is None else found_so & ~reveal.is_chosen
 
 
 def _settle_drafts(settled: Settled, found: Found, verified: Verified) -> Settled:

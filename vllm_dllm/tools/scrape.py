@@ -79,7 +79,7 @@ class Change:
 
 def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
     """Reads a server's metrics. Raises InputError if `url` does not answer with them in time."""
-    text = _get_metrics(url, timeout_s)
+    text = _fetch_metrics_text(url, timeout_s)
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -114,8 +114,9 @@ def _client() -> httpx.Client:
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
-def _get_metrics(url: str, timeout_s: float) -> str:
-    """Returns the text of `/metrics`. Raises InputError if there is none."""
+def _fetch_metrics_text(url: str, timeout_s: float) -> str:
+    """Returns the text at `url`/metrics. Raises InputError, which says what to do, if no server
+    answers within `timeout_s` seconds, it answers with an error status, or `url` is no URL."""
     try:
         answer = _client().get(f"{url}/metrics", timeout=timeout_s)
         return answer.raise_for_status().text

@@ -20,7 +20,7 @@ from tests.unit.grammar.canvases import (
 from tests.unit.grammar.reference import best_path
 from vllm_dllm.grammar.beam_search import beam_search
 from vllm_dllm.grammar.best_first_search import best_first_search
-from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, find_path
+from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, find_cheap_path
 from vllm_dllm.grammar.walk import walk_best_guesses
 
 L = 32
@@ -46,7 +46,7 @@ def test_the_beam_finds_the_cheapest_path() -> None:
             logprobs = drafted(rng, text, L, faults=int(rng.integers(0, 4)))
             _, least = best_path(automaton, logprobs)
             state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
-            excess.append(find_path(state, rows, L)[0].cost_nats - least)
+            excess.append(find_cheap_path(state, rows, L)[0].cost_nats - least)
             walked.append(walk_best_guesses(state, rows, L).cost_nats - least)
     excess_nats = np.array(excess)
     assert excess_nats.min() > -tolerances.BEAM_NATS  # or the oracle is none
@@ -85,7 +85,7 @@ def test_a_quotation_mark_too_early_is_taken_back() -> None:
     logprobs[4, QUOTE], logprobs[4, right] = np.log(0.9), np.log(0.05)
     rows = rows_of(logprobs)
     walked = walk_best_guesses(start(grammar_from("regex", regex)), rows, L)
-    found, end = find_path(start(grammar_from("regex", regex)), rows, L)
+    found, end = find_cheap_path(start(grammar_from("regex", regex)), rows, L)
     assert walked.tokens[4] == QUOTE and walked.cost_nats > 5 * MAX_WALK_COST_NATS
     assert found.cost_nats == pytest.approx(np.log(0.9 / 0.05)) and end.has_ended
     assert text_of(found.tokens) == texts[1]

@@ -41,7 +41,7 @@ def test_every_large_vocabulary_is_streamed(
 ) -> None:
     model = model_of(checkpoint, vocab_size, is_tied)
     assert model.streams_vocabulary and not said
-    assert len(model.output_shard()) == vocab_size
+    assert len(model.lm_head_shard()) == vocab_size
 
 
 def test_a_small_one_is_not(checkpoint: Path, said: list[str]) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.requests.prediction import AcceptedTokens, make_accepted_tokens
+from vllm_dllm.requests.prediction import AcceptedTokenCounter, make_accepted_token_counter
 
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
 
@@ -25,7 +25,7 @@ def common(first: list[int], second: list[int]) -> int:
 def test_as_the_textbook_counts(seed: int) -> None:
     draw = random.Random(seed)
     predicted, answer = ([draw.randrange(6) for _ in range(draw.randrange(90))] for _ in range(2))
-    counter = AcceptedTokens(predicted)
+    counter = AcceptedTokenCounter(predicted)
     while_growing = []
     for begin in range(0, max(len(answer), 1), 7):
         counter.add_tokens("first", answer[begin : begin + 7])
@@ -38,7 +38,7 @@ def test_as_the_textbook_counts(seed: int) -> None:
 
 
 def test_all_answers_count() -> None:
-    counter = AcceptedTokens([1, 2, 3])
+    counter = AcceptedTokenCounter([1, 2, 3])
     counter.add_tokens((0, 0), [1, 9, 3])
     counter.add_tokens((0, 1), [])
     assert counter.counts() == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
@@ -47,8 +47,8 @@ def test_all_answers_count() -> None:
 def test_of_a_request() -> None:
     for prediction in ("AB", [65, 66]):
         params = SamplingParams(extra_args={"diffusion_prediction": prediction})
-        counter = make_accepted_tokens(params, TOKENIZER)
+        counter = make_accepted_token_counter(params, TOKENIZER)
         assert counter is not None
         counter.add_tokens(0, [66])
         assert counter.counts()["accepted_prediction_tokens"] == 1
-    assert make_accepted_tokens(SamplingParams(), TOKENIZER) is None
+    assert make_accepted_token_counter(SamplingParams(), TOKENIZER) is None

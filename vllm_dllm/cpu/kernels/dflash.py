@@ -59,7 +59,7 @@ def prepare_dflash_inputs(
     cache = _Cache(block_table.numpy(), block_table_stride, block_size, PAD_SLOT_ID)
     context_out = out_context_positions, out_context_slot_mapping
     bounds = target_query_start_loc[: num_reqs + 1]
-    firsts = _write_context(cache, *context_out, target_positions, bounds, num_rejected)
+    firsts = _write_context_slots(cache, *context_out, target_positions, bounds, num_rejected)
     blocks = firsts[:, None] + np.arange(num_query_per_req)
     query_out = out_query_positions, out_query_slot_mapping[:max_num_tokens]
     _write_queries(cache, *query_out, blocks, max_model_len - 1)
@@ -97,7 +97,7 @@ class _Cache:
         return np.where(blocks == 0, self.pad_slot, found)
 
 
-def _write_context(
+def _write_context_slots(
     cache: _Cache,
     out_positions: torch.Tensor,  # [max_num_tokens] int64
     out_slots: torch.Tensor,  # [max_num_tokens] int64

@@ -32,7 +32,7 @@ def read_canvas_rows(
         tokens.cpu().numpy(),
         logprobs.cpu().numpy(),
         partial(_best_legal, logits, i, temperature),
-        partial(_deep_top_tokens, logits, i, temperature),
+        partial(_more_top_tokens, logits, i, temperature),
     )
 
 
@@ -72,13 +72,14 @@ def _best_legal(
     return int(chosen), logprob
 
 
-def _deep_top_tokens(
+def _more_top_tokens(
     logits: CanvasLogits,
     i: int,
     temperature: torch.Tensor,  # [L, 1] fp32
     row: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the `DEEP` most probable tokens of a row, int64, and their log-probabilities."""
+    """Returns the `MORE_TOKENS` most probable tokens [k] int64 of one row of canvas i, the best
+    first, and their log-probabilities [k] fp32. Waits for the device."""
     scaled = logits.row(i, row) / temperature[row]
     top = scaled.topk(min(MORE_TOKENS, len(scaled)))
     logprobs = top.values - scaled.logsumexp(dim=-1)
@@ -91,7 +92,9 @@ def _put_revealed_first(
     revealing: Reveal,
     i: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Puts tokens that are revealed permanently first in their rows, with probability 1."""
+    """Returns `tokens` and `logprobs` with each permanently revealed token first in its row, with
+    probability 1. The row's last token drops out, the others lose `_REVEALED_NATS`, and the
+    revealed one may occur a second time."""
     L = len(tokens)
     is_revealed = (revealing.revealed[i, :L] & revealing.is_chosen[i])[:, None]
     shown = revealing.tokens[i, :L, None]

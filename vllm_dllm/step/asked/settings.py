@@ -35,6 +35,14 @@ class Settings(NamedTuple):
     reveal_per_step: float  # positions; -s: as many as reveal a canvas in s steps
 
 
+class RevealSettings(NamedTuple):
+    """How a step's n canvases reveal best guesses permanently; the fields are those of `Reveal`."""
+
+    is_chosen: torch.Tensor  # [n] bool
+    threshold: torch.Tensor  # [n] fp32
+    per_step: torch.Tensor  # [n] int64
+
+
 class StepSettings(NamedTuple):
     """The settings of a step's n canvases: numbers if all have the server's settings, else tensors
     [n]."""
@@ -44,8 +52,7 @@ class StepSettings(NamedTuple):
     rules: StepRules
     is_greedy: torch.Tensor | None = None  # [n] bool; None: no canvas is
     judges_answer_only: torch.Tensor | None = None  # [n] bool
-    reveal: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # is_chosen [n] bool,
-    # threshold [n] fp32, per_step [n] int64
+    reveal: RevealSettings | None = None  # None: no canvas reveals permanently
 
 
 class SlotSettings:
@@ -167,7 +174,7 @@ class SlotSettings:
             found = found._replace(judges_answer_only=columns["judges_answer_only"] > 0)
         if any(settings.reveals for settings in own):
             found = found._replace(
-                reveal=(
+                reveal=RevealSettings(
                     columns["reveals"] > 0,
                     columns["reveal_threshold"],
                     _positions_a_step(columns["reveal_per_step"].long(), batch.lengths),
@@ -193,8 +200,7 @@ def reveal_rule(
     """Returns which canvases reveal best guesses permanently, and how. None: none does."""
     if settings.reveal is None:
         return None
-    is_chosen, threshold, per_step = settings.reveal
-    return Reveal(is_chosen, threshold, per_step, revealed, tokens)
+    return Reveal(*settings.reveal, revealed, tokens)
 
 
 def write_rows_(

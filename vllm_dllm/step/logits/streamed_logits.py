@@ -200,7 +200,7 @@ class StreamedLogits:
     ) -> ReadRows:
         """Reads one tile's rows, over all tiles of tokens and all ranks."""
         _, weight = self.model.vocabulary_shard()
-        head = self.model.output_shard()
+        head = self.model.lm_head_shard()
         soft = self.soft.start_rows(hidden, temperature, guess)
         reader = self._reader(hidden, temperature, draw)
         for first in range(0, len(weight), tile_tokens):

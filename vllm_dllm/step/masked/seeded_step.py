@@ -88,6 +88,8 @@ class SeededStep(MaskedStep):
     def _denoise_and_settle(
         self, found: Found, source: torch.Tensor, input_batch: InputBatch
     ) -> Advanced:
+        """Denoises and settles the canvases, and samples the first token of each canvas that
+        follows a block which this step commits."""
         advanced = super()._denoise_and_settle(found, source, input_batch)
         if self._last is not None:
             self._seed_next_canvases(found, advanced, self._last)
@@ -151,8 +153,9 @@ class SeededStep(MaskedStep):
         logits: MaskedLogits,  # of n rows
         is_new: torch.Tensor | None,  # [n] bool; None: all are
     ) -> None:
-        """Keeps the logits of canvases' first tokens, where `is_new`, if a later step cannot
-        compute them. Here every canvas has a row of its own for its first token."""
+        """Hook, which does nothing here: keeps the logits of the first tokens where `is_new`, for
+        subclasses whose later steps cannot compute them again. In this class each first token has a
+        row of its own."""
 
 
 class CausalStep(SeededStep):

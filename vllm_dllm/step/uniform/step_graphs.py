@@ -66,7 +66,8 @@ class StepGraphs:
         before: Callable[[CanvasBatch], None],
         after: Callable[[CanvasBatch, torch.Tensor], PlainSettled],  # of hidden states [n * C, H]
     ) -> None:
-        """Captures what `before` and `after` launch, for each number of canvases."""
+        """Captures what `before` and `after` launch before and after the forward, for each number
+        of canvases."""
         for batch in self._batches:
             hidden = self._hidden[: batch.num_canvases * batch.canvas_length]
             graph_before, _ = capture(partial(before, batch))

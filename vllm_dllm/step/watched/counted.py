@@ -44,8 +44,9 @@ def count_canvases(
 def copy_numbers_to_host(
     batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor
 ) -> CanvasNumbers:
-    """Starts copying `values` [names, n] fp32 to the host. They are read after the step's tokens,
-    which the host waits for."""
+    """Returns a step's numbers, whose `values` [names, n] fp32 are still being copied to the host:
+    read them only after the step's tokens have arrived. `names`: the rows of `values`, in
+    order."""
     return CanvasNumbers(
         batch.requests_np.tolist(),
         batch.lengths_np.tolist(),

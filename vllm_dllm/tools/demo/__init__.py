@@ -220,7 +220,8 @@ class View:
 
 
 def _describe_steps(steps: Sequence[Step]) -> str:
-    """Returns how many steps and canvases there were, in words."""
+    """Returns the beginning of the summary line, which the number of tokens follows: how many steps
+    on how many canvases, or that there were none. Ends with a space."""
     if not steps:
         return "No canvases: this model writes one token after the other. "
     num_canvases = sum(step.finished for step in steps)

@@ -47,7 +47,7 @@ class Plan:
         return self.memory - self.weights - self.workspace - self.sampling
 
     @property
-    def num_requests(self) -> int:
+    def max_requests(self) -> int:
         """How many requests the memory has room for."""
         return max(0, self.left // (self.kv + self.state))
 
@@ -119,7 +119,7 @@ def format_plan(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> li
     ]
     found = [f"{name}, {many}, {context:,} tokens of context per request", ""]
     found += [f"{label:18} {_format_size(size)}   {why}".rstrip() for label, size, why in rows]
-    found += ["", f"Memory has room for {plan.num_requests:,} requests."]
+    found += ["", f"Memory has room for {plan.max_requests:,} requests."]
     if context > plan.max_context:
         found += [
             f"But the model is for {plan.max_context:,} tokens at most (max_position_embeddings in "

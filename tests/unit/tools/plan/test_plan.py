@@ -126,8 +126,8 @@ def test_requests_that_fit(folder_26b: Path) -> None:
     found = capacity.make_plan(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="auto")
     each = found.kv + found.state
     taken = found.weights + found.workspace + found.sampling
-    assert taken + found.num_requests * each <= found.memory
-    assert taken + (found.num_requests + 1) * each > found.memory
+    assert taken + found.max_requests * each <= found.memory
+    assert taken + (found.max_requests + 1) * each > found.memory
     fp8 = capacity.make_plan(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="fp8")
     assert fp8.kv * 2 == found.kv
 
