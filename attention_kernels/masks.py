@@ -92,7 +92,7 @@ def block_end(
 
 def block_spans(
     position: torch.Tensor,  # [T] int, of queries
-    block: int,  # tokens of a block
+    block: torch.Tensor | int,  # tokens of a block: [T] int, or the same for all
 ) -> torch.Tensor:
     """Returns [T, 2] int32: `spans` that make a causal request, without a window, causal by blocks.
     They may end behind the request."""

@@ -12,14 +12,38 @@ from tests.engine.masked import Placed, Rule, Step
 from tests.engine.nemotron import Drawn, SeededReference, SeededTrajectory
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
 
 SUB_BLOCK = 8
 
 
 class ShiftedReference(SeededReference):
-    def block_logits(self, known: list[int], block: list[int]) -> torch.Tensor:
-        """[B, V] fp32: of each position, by the row before it."""
-        logits = self.logits(known + block)
+    allowed: list[int] | None = None
+    """Tokens that there are; None: all."""
+
+    def logits(self, tokens: list[int], *, num_causal: int = 0) -> torch.Tensor:
+        found = super().logits(tokens, num_causal=num_causal)
+        if self.allowed is None:
+            return found
+        ruled = torch.full_like(found, MASKED_LOGIT)
+        ruled[:, self.allowed] = found[:, self.allowed]
+        return ruled
+
+    def one_by_one(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """The greedy answer in blocks of one token, behind whole blocks whose tokens see each
+        other: what verified drafts answer, too."""
+        known = list(prompt)
+        while len(known) < len(prompt) + max_tokens:
+            inside = len(known) % self.block_length
+            known.append(int(self.logits(known, num_causal=inside)[-1].argmax()))
+        return known[len(prompt) :]
+
+    def block_logits(
+        self, known: list[int], block: list[int], *, is_causal: bool = False
+    ) -> torch.Tensor:
+        """[B, V] fp32: of each position, by the row before it. If `is_causal`, the block's rows see
+        no later ones."""
+        logits = self.logits(known + block, num_causal=len(block) if is_causal else 0)
         first = len(known)
         # Before the first token there is none, and nothing is hidden there.
         return torch.cat((logits[max(first - 1, 0)][None], logits[first:-1]))
@@ -35,6 +59,7 @@ class ShiftedReference(SeededReference):
         """Whole blocks, the last one cut off, at a stop token at the latest."""
         B, found = self.block_length, SeededTrajectory()
         num_steps = rule.num_steps or B
+        is_verified = rule.name == "verified"
         known = list(prompt)
         while len(known) < len(prompt) + max_tokens and stops.isdisjoint(known[len(prompt) :]):
             start = len(known) // B * B
@@ -47,23 +72,31 @@ class ShiftedReference(SeededReference):
             block += [self.mask_id] * (B - len(block))
             step, finished = 0, False
             while not finished:
-                logits = self.block_logits(known[:start], block)
-                drawn = self._draw_rows(logits, start, rule, seed, step, noise.CANDIDATE)
+                is_draft = is_verified and step % 2 == 1
+                logits = self.block_logits(known[:start], block, is_causal=is_draft)
+                noise_step = 0 if is_verified else step
+                drawn = self._draw_rows(logits, start, rule, seed, noise_step, noise.CANDIDATE)
                 hidden = [i for i in range(own, B) if i not in shown]
                 least = B // num_steps + (step < B % num_steps)
-                chosen = published(
-                    rule.name,
-                    in_order_of_sub_blocks(hidden, least),
-                    drawn.probability,
-                    [],
-                    least,
-                    rule.threshold,
-                    rule.bound,
-                )
+                chosen: set[int] = set()
+                if is_draft:
+                    other = [i for i in hidden if drawn.tokens[i] != block[i]]
+                    chosen = {i for i in hidden if i <= (other or [B])[0]}
+                elif not is_verified:
+                    chosen = published(
+                        rule.name,
+                        in_order_of_sub_blocks(hidden, least),
+                        drawn.probability,
+                        [],
+                        least,
+                        rule.threshold,
+                        rule.bound,
+                    )
                 placed |= {i: Placed(step + 1, drawn.logprobs[i]) for i in chosen}
                 shown |= chosen
                 tokens = [drawn.tokens[i] if i in hidden else block[i] for i in range(B)]
-                block = [tokens[i] if i in shown or i < own else self.mask_id for i in range(B)]
+                stays = range(B) if is_verified and not is_draft else (shown | {*range(own)})
+                block = [tokens[i] if i in stays else self.mask_id for i in range(B)]
                 over = [i for i in sorted(shown) if block[i] in stops]
                 finished = shown.issuperset(range(own, over[0] if over else B))
                 block = tokens if finished else block

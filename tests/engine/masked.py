@@ -253,10 +253,13 @@ class Reference:
         self.model, self.block_length, self.mask_id = model, block_length, mask_id
 
     @torch.inference_mode()
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """[T, V] fp32 of whole blocks, or of a prompt."""
-        block = torch.arange(len(tokens)) // self.block_length
-        seen, ids = block[:, None] >= block, torch.tensor(tokens)
+    def logits(self, tokens: list[int], *, num_causal: int = 0) -> torch.Tensor:
+        """[T, V] fp32 of whole blocks, or of a prompt. The last `num_causal` rows see no later
+        ones."""
+        position = torch.arange(len(tokens))
+        length = torch.where(position < len(tokens) - num_causal, self.block_length, 1)
+        block = (position // length + 1) * length - 1  # the last position that a row sees
+        seen, ids = block[:, None] >= position, torch.tensor(tokens)
         if isinstance(self.model, LLaDA2):
             return self.model(ids, seen)
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)

@@ -71,8 +71,18 @@ FAMILIES = {
     "Fast-dLLM": Family(
         "Fast_dLLM_QwenForCausalLM",
         ShiftedReference,
-        {"published": Rule("dynamic", threshold=1.0), **SEEDED_RULES},
-        frozenset([(32, "dynamic"), *((4, name) for name in ("published", "dynamic", "warm"))]),
+        {
+            "published": Rule("dynamic", threshold=1.0),
+            "verified": Rule("verified"),
+            "verified, warm": Rule("verified", temperature=0.5),
+            **SEEDED_RULES,
+        },
+        frozenset(
+            [
+                *((32, name) for name in ("dynamic", "verified")),
+                *((4, name) for name in ("published", "dynamic", "warm", "verified, warm")),
+            ]
+        ),
     ),
 }
 
@@ -104,6 +114,7 @@ ACCEPTANCE = {
     "static": "top_k",
     "sequential": "in_order",
     "entropy": "entropy_bound",
+    "verified": "verified",
 }
 
 
@@ -114,11 +125,10 @@ def prompts_of(block_length: int) -> list[list[int]]:
 
 
 def params_of(rule: Rule, max_tokens: int, seed: int, **options: Any) -> SamplingParams:
-    extra = {
-        "diffusion_acceptance": ACCEPTANCE[rule.name],
-        "diffusion_accept_probability": rule.threshold,
-        "diffusion_entropy_bound": rule.bound,
-    }
+    extra: dict[str, Any] = {"diffusion_acceptance": ACCEPTANCE[rule.name]}
+    if rule.name != "verified":
+        extra["diffusion_accept_probability"] = rule.threshold
+        extra["diffusion_entropy_bound"] = rule.bound
     if rule.edit is not None:
         extra["diffusion_edit_probability"] = rule.edit
         extra["diffusion_edit_steps"] = rule.most_edit_steps
@@ -199,6 +209,10 @@ def mixed_params(family: str) -> list[SamplingParams]:
                 params.extra_args = {"diffusion_mode": mode}
                 # Of few tokens some drafts stand.
                 params.allowed_token_ids = [5, 95, 180, 275, 365, 455]
+    if family == "Fast-dLLM":
+        for params in mixed[1::3]:
+            params.extra_args = {"diffusion_acceptance": "verified"}
+            params.allowed_token_ids = [5, 95, 180, 275, 365, 455]
     return mixed
 
 

@@ -8,6 +8,7 @@ import torch
 from vllm import RequestOutput, SamplingParams
 
 from tests.engine.conftest import Engine
+from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.masked import Rule
 from tests.engine.masked_requests import (
     RULES,
@@ -113,3 +114,31 @@ def test_fast_dllms_log_probabilities(engine: GetEngine, made: GetMade, block_le
             rows.append(logits)
         assert list(output.outputs[0].token_ids) == known[len(prompt) :]
         assert_scores(torch.cat(rows).log_softmax(-1), output.outputs[0].logprobs)
+
+
+@pytest.mark.parametrize(
+    ("block_length", "temperature"),
+    [(32, 0.0), (32, 0.7), pytest.param(4, 0.0, marks=pytest.mark.thorough)],
+)
+def test_fast_dllms_verified_drafts(
+    engine: GetEngine, made: GetMade, block_length: int, temperature: float
+) -> None:
+    """Of few tokens, so that some drafts stand. Greedy answers are those of decoding in blocks of
+    one token, and need fewer steps."""
+    checkpoint, plain = made("Fast-dLLM", block_length)
+    decode, few = ShiftedReference(plain.model, block_length, plain.mask_id), [7, 40, 41, 300]
+    decode.allowed, rule, prompts = few, Rule("verified", temperature=temperature), prompts_of(32)
+    params = [
+        params_of(rule, 96, seed, allowed_token_ids=few, logprobs=1) for seed in range(len(prompts))
+    ]
+    found = generate(engine(checkpoint, block_size=32), prompts, params)
+    same = total = num_tokens = num_verified = 0
+    for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
+        expected = decode.generate(prompt, 96, rule, seed)
+        same += expected.decided_steps(ours, temperature)
+        total += len(expected.steps)
+        num_tokens, num_verified = num_tokens + 96, num_verified + len(expected.steps) // 2
+        if temperature == 0:
+            assert ours.tokens == decode.one_by_one(prompt, 96)
+    assert same >= total / 3
+    assert num_tokens > 1.2 * num_verified, "some drafts stand"

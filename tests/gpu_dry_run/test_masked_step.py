@@ -15,12 +15,14 @@ from tests.unit.step.batches import Model
 from tests.unit.step.worker import params
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.requests.options import server_defaults
-from vllm_dllm.step.masked.masked_state import CausalModelState
+from vllm_dllm.step.masked.masked_state import state_class
 from vllm_dllm.step.runner import model_state
 
 V = 1_000
 NEMOTRON = "NemotronLabsDiffusionModel"
+FAST_DLLM = "Fast_dLLM_QwenForCausalLM"
 MODES = ("diffusion", "self_speculation", "autoregressive")
+RULES = ("confidence", "verified")
 REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0.0},
@@ -34,16 +36,21 @@ REQUESTS: dict[str, dict[str, Any]] = {
 class Server:
     """What vLLM's runner has of a masked model on a GPU, as far as steps go."""
 
-    def __init__(self, joins_commits: bool) -> None:
-        self.joins_commits = joins_commits
+    def __init__(
+        self, joins_commits: bool, architecture: str = NEMOTRON, runs_fa4: bool = False
+    ) -> None:
+        self.joins_commits, self.family = joins_commits, FAMILIES[architecture]
         self.req_states = RequestState(R, 512, 4096, C, V, CUDA)
         stock = SimpleNamespace(
             req_states=self.req_states,
             sampling_states=SamplingStates(R, V),
             logprobs_mode="raw_logprobs",
         )
-        state = CausalModelState.__new__(CausalModelState)
-        state.vllm_config, state.device = config(vocab_size=V, architecture=NEMOTRON), CUDA
+        state_cls = state_class(self.family)
+        state = state_cls.__new__(state_cls)
+        state.vllm_config, state.device = config(vocab_size=V, architecture=architecture), CUDA
+        spans = torch.zeros(4096, 2, dtype=torch.int32, device=CUDA)
+        state._block_spans = spans if runs_fa4 else None  # of those whose blocks see themselves
         state.model_config = state.vllm_config.model_config
         state.model = Model(torch.empty(V, H, device=CUDA))
         state.model.streams_vocabulary = False
@@ -54,10 +61,11 @@ class Server:
         self.widths: dict[str, int] = {}
 
     def admit(self, req_id: str, mode: str, **asked: Any) -> None:
+        """`mode`: Nemotron's, or a rule of acceptance."""
         self.widths[req_id] = 1 if mode == "autoregressive" else C
         carried = {
-            **server_defaults({}, FAMILIES[NEMOTRON]),
-            "mode": mode,
+            **server_defaults({}, self.family),
+            **({"mode": mode} if mode in MODES else {"acceptance": mode}),
             "canvas_length": 1 if mode == "autoregressive" else None,
             "joins_commits": self.joins_commits,
             "is_counted": True,
@@ -76,12 +84,23 @@ class Server:
 
 
 @pytest.mark.parametrize("joins_commits", [True, False], ids=["joins", "runs ahead"])
-@pytest.mark.parametrize("modes", [*((mode,) for mode in MODES), MODES], ids="-".join)
+@pytest.mark.parametrize(
+    ("architecture", "modes", "runs_fa4"),
+    [
+        *((NEMOTRON, modes, False) for modes in (*((mode,) for mode in MODES), MODES)),
+        *((FAST_DLLM, RULES, runs_fa4) for runs_fa4 in (False, True)),
+    ],
+)
 def test_nobody_waits(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, modes: tuple[str, ...], joins_commits: bool
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    modes: tuple[str, ...],
+    runs_fa4: bool,
+    joins_commits: bool,
 ) -> None:
     monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
-    server = Server(joins_commits)
+    server = Server(joins_commits, architecture, runs_fa4)
     for log in (cuda.waits, cuda.copies, cuda.launches):
         log.clear()
     for mode in modes:

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import CanvasStreams, TokenTexts
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import FAMILIES, takes_acceptance
 from vllm_dllm.requests.options import ACCEPTANCE_RULES
 
 logger = init_logger(__name__)
@@ -98,11 +98,11 @@ def make_token_texts(tokenizer: Any) -> TokenTexts:
 def page_settings(config: ModelConfig) -> dict[str, Any]:
     """Returns what the page needs to know: questions that the model can answer, and its acceptance
     rules."""
-    is_masked = not FAMILIES.keys().isdisjoint(config.architectures)
+    family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)
     is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
     return {
         "examples": EXAMPLES_OF_SHIPPED if is_shipped else EXAMPLES,
-        "acceptance": [rule for rule in ACCEPTANCE_RULES if is_masked or rule != "in_order"],
+        "acceptance": [rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule)],
     }
 
 

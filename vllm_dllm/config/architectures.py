@@ -112,6 +112,14 @@ def family_of(architecture: str, hf_config: Any) -> Family | None:
     return family
 
 
+def takes_acceptance(family: Family | None, rule: str) -> bool:
+    """Returns whether models of this family take a value of `diffusion_acceptance`. None: a model
+    whose canvases begin as noise."""
+    if rule == "verified":
+        return family is not None and family.is_shifted
+    return family is not None or rule != "in_order"
+
+
 def edit_token_ids(hf_config: Any) -> tuple[Any, Any]:
     """Returns config.json's ids of the tokens that delete and insert, (None, None) if it has
     none."""

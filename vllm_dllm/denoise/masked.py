@@ -142,10 +142,8 @@ def masked_step(
     changed = None if edits is None else changed_tokens(candidates, canvas, revealed, edits)
     kept = revealed if changed is None else revealed & ~changed
     tokens = torch.where(kept, canvas, candidates.tokens)
-    left, shown = hidden & ~found, revealed | found
-    if stops is not None:
-        is_stop = (tokens[:, :, None] == stops[:, None, :]).any(dim=-1) & shown
-        left &= is_stop.cumsum(dim=-1) == 0
+    shown = revealed | found
+    left = hidden_before_stop(hidden & ~found, tokens, shown, stops)
     outcome = MaskedOutcome(
         canvas=torch.where(shown, tokens, mask_id),
         tokens=tokens,
@@ -162,6 +160,51 @@ def masked_step(
         finished=torch.where(edits.is_chosen, is_over, outcome.finished),
         edited=Edited(steps_done, edits.is_chosen & unchanged),
     )
+
+
+def verify_step(
+    tokens: torch.Tensor,  # [n, C] int64, candidates, each drawn from a row that sees the tokens
+    # before it, and where the canvas is a draft, none behind it
+    canvas: torch.Tensor,  # [n, C] int64, what this step read
+    revealed: torch.Tensor,  # [n, C] bool, by earlier steps: a prefix
+    valid: torch.Tensor | None,  # as in `masked_step`
+    is_draft: torch.Tensor,  # [n] bool, canvases whose hidden positions hold a draft
+    stops: torch.Tensor | None,  # as in `masked_step`
+    mask_id: int,
+) -> MaskedOutcome:
+    """Drafts and verifies canvases in turn (S2D2, arXiv 2603.25702). A canvas of masks is filled
+    with its candidates, as a draft that reveals nothing. Of a draft, the candidates are revealed up
+    to the first that differs from it, which has still seen none but accepted tokens; what is behind
+    becomes masks again.
+
+    So a revealed token is drawn given the tokens before it alone, whatever was drafted.
+    """
+    hidden = ~revealed if valid is None else ~revealed & valid
+    agrees = (tokens == canvas) | ~hidden
+    all_before_agree = torch.ones_like(agrees)
+    all_before_agree[:, 1:] = agrees[:, :-1].long().cumprod(dim=-1) == 1
+    accepted = hidden & all_before_agree & is_draft[:, None]
+    tokens, shown = torch.where(revealed, canvas, tokens), revealed | accepted
+    left = hidden_before_stop(hidden & ~accepted, tokens, shown, stops)
+    return MaskedOutcome(
+        canvas=torch.where(shown | ~is_draft[:, None], tokens, mask_id),
+        tokens=tokens,
+        revealed=shown,
+        finished=~left.any(dim=-1),
+    )
+
+
+def hidden_before_stop(
+    hidden: torch.Tensor,  # [n, C] bool
+    tokens: torch.Tensor,  # [n, C] int64
+    revealed: torch.Tensor,  # [n, C] bool
+    stops: torch.Tensor | None,  # [n, K] int64
+) -> torch.Tensor:
+    """Returns [n, C] bool: the hidden positions that have no revealed stop token before them."""
+    if stops is None:
+        return hidden
+    is_stop = (tokens[:, :, None] == stops[:, None, :]).any(dim=-1) & revealed
+    return hidden & (is_stop.cumsum(dim=-1) == 0)
 
 
 def hidden_ahead(

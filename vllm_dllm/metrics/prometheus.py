@@ -13,7 +13,7 @@ PREFIX = "vllm_dllm:"
 CAUSES = ("converged", "revealed", "step_cap")
 COMMITS = ("shared", "own", "none")
 ACCEPTANCES = (
-    *("entropy_bound", "confidence", "top_k", "in_order"),
+    *("entropy_bound", "confidence", "top_k", "in_order", "verified"),
     *("self_speculation", "autoregressive"),
 )
 

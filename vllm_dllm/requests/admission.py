@@ -35,6 +35,7 @@ from vllm_dllm.requests.prediction import encode_prediction
 from vllm_dllm.requests.structured_outputs import check_structured_outputs
 
 Resolve = Callable[[SamplingParams], Any]
+_NOT_VERIFIED = STEP_KEYS - {f"{PREFIX}{name}" for name in ("acceptance", "logprobs")}
 """vLLM's own part of the admission: checks the parameters, and returns vLLM's request. That has a
 copy of them, with stop tokens, and with bad words as tokens."""
 
@@ -143,6 +144,12 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{key} is about what steps of diffusion reveal, got {given[key]!r} with "
             f"diffusion_mode {options.mode!r}. Leave it out, or ask for diffusion_mode 'diffusion'."
+        )
+    if options.acceptance == "verified" and (useless := _NOT_VERIFIED & given.keys()):
+        key = min(useless)
+        raise ValueError(
+            f"{key} is not for diffusion_acceptance 'verified', which reveals what the model "
+            f"verifies, got {given[key]!r}. Leave it out."
         )
 
 

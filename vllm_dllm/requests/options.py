@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Strict
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config.architectures import Family
+from vllm_dllm.config.architectures import Family, takes_acceptance
 from vllm_dllm.config.checks import Boolean, Integer, Number, parse_settings, settings
 from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
 from vllm_dllm.config.extension import WindowRule
@@ -60,7 +60,7 @@ _Temperature = Annotated[Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
 _Tokens = Annotated[list[Integer], "a list of token ids"]
 _Positions = Annotated[list[Integer], "a list of canvas positions"]
 _Text = Annotated[Annotated[str, Strict()] | list[Integer], "a text or a list of token ids"]
-AcceptanceRule = Literal["entropy_bound", "confidence", "top_k", "in_order"]
+AcceptanceRule = Literal["entropy_bound", "confidence", "top_k", "in_order", "verified"]
 Mode = Literal["diffusion", "self_speculation", "autoregressive"]
 
 
@@ -260,11 +260,9 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
             f"{key} is not for LLaDA2.2, whose tokens change their places after the step that "
             f"revealed them, got {value!r}. Leave it out."
         )
-    if family is None and key == "diffusion_acceptance" and value == "in_order":
-        raise ValueError(
-            "diffusion_acceptance 'in_order' is for masked models, whose canvases fill up token by "
-            "token. Choose another one."
-        )
+    rules = [rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule)]
+    if key == f"{PREFIX}acceptance" and value in ACCEPTANCE_RULES and value not in rules:
+        raise ValueError(f"{key} {value!r} is not for this model. Choose {', '.join(rules)}.")
 
 
 def _unknown_key_message(key: str, known: Iterable[str]) -> str:

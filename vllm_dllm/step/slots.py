@@ -16,7 +16,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
 
 # The tensors of `CanvasSlots` that a step changes.
-_PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed")
+_PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed", "holds_draft")
 
 
 Index: TypeAlias = slice | torch.Tensor
@@ -83,6 +83,7 @@ class CanvasSlots:
         self.soft_embeds = zeros(R, C, hidden_size, dtype=dtype)
         self.pinned = zeros(R, C, dtype=torch.bool)  # positions held at `first_canvas`
         self.revealed = zeros(R, C, dtype=torch.bool)  # positions that are revealed for good
+        self.holds_draft = zeros(R, 1, dtype=torch.bool)  # whether hidden positions hold a draft
         self.stop_tokens = zeros(R, MAX_FORESEEN_STOPS, dtype=torch.int64)
         self.host_numbers = np.zeros((R, len(SlotNumbers._fields)), dtype=np.int64)
         self.num_stops = np.zeros(R, dtype=np.int64)
@@ -134,6 +135,7 @@ class CanvasSlots:
         self.soft_embeds.index_fill_(0, idx, 0.0)
         self.pinned.index_fill_(0, idx, False)
         self.revealed.index_fill_(0, idx, False)
+        self.holds_draft.index_fill_(0, idx, False)
         return slots_np, idx
 
     @property

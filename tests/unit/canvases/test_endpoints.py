@@ -131,10 +131,11 @@ def test_the_start_page_links_to_what_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "vocab_size", "examples", "has_in_order"),
+    ("architecture", "vocab_size", "examples", "special_rules"),
     [
-        ("SDARForCausalLM", 512, EXAMPLES_OF_SHIPPED, True),
-        ("DiffusionGemmaForBlockDiffusion", 262_144, EXAMPLES, False),
+        ("SDARForCausalLM", 512, EXAMPLES_OF_SHIPPED, {"in_order"}),
+        ("Fast_dLLM_QwenForCausalLM", 151_936, EXAMPLES, {"in_order", "verified"}),
+        ("DiffusionGemmaForBlockDiffusion", 262_144, EXAMPLES, set()),
     ],
 )
 def test_the_page_offers_what_the_model_can_do(
@@ -142,12 +143,12 @@ def test_the_page_offers_what_the_model_can_do(
     architecture: str,
     vocab_size: int,
     examples: tuple[str, ...],
-    has_in_order: bool,
+    special_rules: set[str],
 ) -> None:
     with application(architecture=architecture, vocab_size=vocab_size) as client:
         told = client.get("/canvas/about.json").json()
     assert told["examples"] == list(examples)
-    assert ("in_order" in told["acceptance"]) == has_in_order
+    assert set(told["acceptance"]) & {"in_order", "verified"} == special_rules
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vllm_dllm.denoise.masked import (
     hidden_in_first_part,
     masked_step,
     reveal_candidates,
+    verify_step,
 )
 
 C = 8
@@ -208,6 +209,36 @@ def test_nothing_counts_behind_a_stop_token() -> None:
 
     assert finished(torch.tensor([[7, 8]]).expand(n, 2)) == [False, True, False, True, True]
     assert finished(None) == [False, False, False, True, False]
+
+
+def test_drafts_are_verified() -> None:
+    """Canvases of two tokens, so that drafts agree often, against the rule in plain Python."""
+    n, M, stop = 400, 99, 7
+    generator = torch.Generator().manual_seed(0)
+    known = torch.randint(0, C, (n, 1), generator=generator)
+    revealed = torch.arange(C) < known
+    canvas, tokens = (torch.randint(6, 8, (n, C), generator=generator) for _ in range(2))
+    is_draft = torch.rand(n, generator=generator) < 0.7
+    canvas = torch.where(revealed | is_draft[:, None], canvas, M)
+    valid = torch.arange(C) < torch.randint(C // 2, C + 1, (n, 1), generator=generator)
+    valid |= revealed
+    stops = torch.tensor([[stop]]).expand(n, 1)
+    found = verify_step(tokens, canvas, revealed, valid, is_draft, stops, M)
+    num_accepted = 0
+    for i in range(n):
+        first, last, row = int(known[i]), int(valid[i].sum()), canvas[i].tolist()
+        wanted, end = tokens[i].tolist(), first
+        while is_draft[i] and end < last and (end == first or wanted[end - 1] == row[end - 1]):
+            end += 1
+        num_accepted += end - first
+        shown = row[:first] + wanted[first:end]
+        assert found.revealed[i].tolist() == [j < end for j in range(C)]
+        assert found.tokens[i].tolist() == row[:first] + wanted[first:]
+        assert found.canvas[i].tolist() == (
+            shown + [M] * (C - end) if is_draft[i] else row[:first] + wanted[first:]
+        )
+        assert bool(found.finished[i]) == (end == last or stop in shown)
+    assert num_accepted > int(is_draft.sum())
 
 
 def test_candidates_are_judged_apart_from_how_they_are_drawn() -> None:

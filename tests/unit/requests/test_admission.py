@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two first canvases": ({"seed_canvas": CANVAS, "prediction": "a"}, "both say what the first"),
     "half a schedule": ({"t_max": 0.5}, "come together, got None and 0.5"),
     "upside down": ({"t_min": 0.9, "t_max": 0.5}, "at most diffusion_t_max, got 0.9 and 0.5"),
-    "in order": ({"acceptance": "in_order"}, "is for masked models, whose canvases"),
+    "in order": ({"acceptance": "in_order"}, "'in_order' is not for this model. Choose entropy_bo"),
     "edits": ({"edit_probability": 0.5}, "is for masked models, got 0.5. Leave it out"),
     "unmasking": ({"logprobs": "unmask"}, "is for masked models, got 'unmask'. Leave it out"),
 }
@@ -354,6 +354,20 @@ def test_a_target_has_no_options() -> None:
         request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
         with pytest.raises(VLLMValidationError):
             admit_target(params, lambda params, request=request: request)
+
+
+def test_verified_drafts_are_fast_dllms() -> None:
+    """Which takes no other key about steps with them."""
+    key = "diffusion_acceptance"
+    for family in (None, SDAR, NEMOTRON):
+        assert "'verified' is not for this model. Choose" in str(
+            refusal({key: "verified"}, served(family=family))
+        )
+    to = served(family=FAMILIES["Fast_dLLM_QwenForCausalLM"])
+    for other in ("max_steps", "accept_probability", "edit_steps"):
+        error = refusal({key: "verified", f"diffusion_{other}": 1}, to)
+        assert str(error).startswith(f"diffusion_{other} is not for {key} 'verified'")
+    assert options({key: "verified", "diffusion_logprobs": "unmask"}, to, logprobs=1)
 
 
 def test_a_request_gets_no_more_blocks_in_flight_than_the_server_has() -> None:

@@ -71,7 +71,7 @@ def test_what_is_carried_is_read_again() -> None:
         ({"diffusion_seed_canvas": [1]}, "diffusion_seed_canvas is not known"),
         ({"diffusion_stream_canvases": True}, "diffusion_stream_canvases is not known"),
         ({"diffusion_max_steps": 0}, "diffusion_max_steps must be an integer >= 1 and"),
-        ({"diffusion_acceptance": "in_order"}, "is for masked models"),
+        ({"diffusion_acceptance": "in_order"}, "'in_order' is not for this model"),
         ({"diffusion_t_min": 0.4}, "come together"),
     ],
 )

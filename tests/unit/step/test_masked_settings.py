@@ -55,6 +55,7 @@ CONFIDENCE = {"acceptance": "confidence", "accept_probability": 0.9}
         ({"num_steps": 2}, {"has_shares"}),
         ({"temperature": 1.0}, {"are_scaled"}),
         ({"acceptance": "in_order"}, {"in_order"}),
+        ({"acceptance": "verified"}, {"is_verified"}),
         ({"acceptance": "entropy_bound", "entropy_bound": 1.0}, {"entropy_bound"}),
         ({"edit_probability": 0.5}, {"edit_threshold"}),
         ({"mode": "self_speculation", "edit_probability": 0.5}, {"is_verified"}),

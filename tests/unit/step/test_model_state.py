@@ -9,7 +9,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.attention import takes_window_rules
-from vllm_dllm.step.masked.masked_state import MaskedModelState
+from vllm_dllm.step.masked.masked_state import MaskedModelState, ShiftedModelState
 from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
@@ -113,6 +113,23 @@ def test_blocks_of_masked_models(state: DiffusionModelState, runs_fa4: bool) -> 
     else:
         assert spans.data_ptr() == buffer.data_ptr()
         assert spans.tolist() == [[16, 20]] * C + [[24, 28]] * 2 + [[28, 32]] * 2
+
+
+@pytest.mark.parametrize("runs_fa4", [False, True])
+def test_drafts_are_verified_causally(state: DiffusionModelState, runs_fa4: bool) -> None:
+    """Of two requests, the first verifies: its rows see no later ones."""
+    shifted = ShiftedModelState.__new__(ShiftedModelState)
+    vars(shifted).update(vars(state))
+    shifted.step.block_length = C
+    shifted.step.may_verify = lambda batch: True
+    shifted.step.verifies = lambda slots: torch.tensor([True, False])
+    buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
+    shifted._block_spans = buffer
+    metadata = prepare(shifted, CUDAGraphMode.NONE)
+    assert metadata["causal"].tolist() == [1, 1 if runs_fa4 else C]
+    if runs_fa4:
+        own = [[i, i + 1] for i in range(16, 16 + C)]
+        assert metadata["window_rules"].spans.tolist() == own + [[24, 28]] * 2 + [[28, 32]] * 2
 
 
 def test_stock_builders_are_not_given_what_they_do_not_take() -> None:

@@ -28,7 +28,7 @@ class _Settings(NamedTuple):
     entropy_bound: float  # nats, or NO_BOUND
     edit_threshold: float  # probability; _NEVER: no revealed token changes
     edit_steps: float  # most steps that only change revealed tokens
-    is_verified: float  # 1 = canvases are drafts, see `verified_step`
+    is_verified: float  # 1 = canvases are drafts, see `verified_step`, `shifted_step`
     blocks_in_flight: float  # blocks that are denoised together; _ALL: all of a canvas
 
 
@@ -111,7 +111,7 @@ class MaskedSlotSettings:
             below = np.nextafter(np.float32(settings.threshold), np.float32(0.0))
             settings = settings._replace(threshold=float(below))
         self._by_slot[request.slot] = settings
-        self._are_verified[request.slot] = request.options.is_verified
+        self._are_verified[request.slot] = settings.is_verified
         self._added.add(request.slot)
 
     def apply_staged_writes(self) -> None:
@@ -130,7 +130,8 @@ class MaskedSlotSettings:
         return any(not one.is_greedy for one in self._asked(batch.slots_np.tolist()))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: whether the slots' canvases are drafts, see `verified_step`."""
+        """Returns [n] bool: whether the slots' drafts are verified, see `verified_step` and
+        `shifted_step`."""
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
@@ -172,7 +173,7 @@ def _read_settings(options: RequestOptions, temperature: float) -> _Settings:
     edit_threshold = _NEVER if options.edit_probability is None else options.edit_probability
     if options.is_verified:  # whatever the server's defaults say of steps
         threshold, least, edit_threshold = _ALWAYS, 1, _NEVER
-    elif rule == "confidence":
+    elif rule in ("confidence", "verified"):  # of the latter, answers with a grammar
         threshold = options.accept_probability
     elif rule == "entropy_bound":
         assert options.entropy_bound is not None, "server_defaults has one"
@@ -187,6 +188,6 @@ def _read_settings(options: RequestOptions, temperature: float) -> _Settings:
         entropy_bound=entropy_bound,
         edit_threshold=edit_threshold,
         edit_steps=options.edit_steps,
-        is_verified=options.is_verified,
+        is_verified=options.is_verified or rule == "verified",
         blocks_in_flight=options.blocks_in_flight or _ALL,
     )

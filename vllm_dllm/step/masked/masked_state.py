@@ -57,7 +57,7 @@ class MaskedModelState(CausalModelState):
     ) -> AttnRequests:
         return AttnRequests.one_each(input_batch, block_tables)
 
-    def causal(self, requests: AttnRequests, input_batch: InputBatch) -> int:
+    def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
         """Returns the tokens of a block, for all requests; 1 where `image_spans` has the blocks."""
         return self.step.block_length if self.by_blocks else 1
 
@@ -74,8 +74,12 @@ class MaskedModelState(CausalModelState):
         if spans is None:
             return None
         positions = input_batch.positions[:num_tokens]
-        spans[:num_tokens] = block_spans(positions, self.step.block_length)
+        spans[:num_tokens] = block_spans(positions, self._block_length_of_rows(input_batch))
         return spans
+
+    def _block_length_of_rows(self, input_batch: InputBatch) -> torch.Tensor | int:
+        """Returns the tokens of a row's block: [num_tokens] int64, or one number for all."""
+        return self.step.block_length
 
 
 class LevenshteinModelState(MaskedModelState):
@@ -85,9 +89,27 @@ class LevenshteinModelState(MaskedModelState):
 
 
 class ShiftedModelState(MaskedModelState):
-    """The state of models whose rows have the next token's logits."""
+    """The state of models whose rows have the next token's logits. Drafts are verified causally, so
+    their requests have blocks of one token in that step."""
 
     step_cls = ShiftedStep
+    step: ShiftedStep
+
+    def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
+        length = super().causal(requests, input_batch)
+        if not self.step.may_verify(input_batch):
+            return length
+        return torch.where(self.step.verifies(requests.slots), 1, length)
+
+    def _block_length_of_rows(self, input_batch: InputBatch) -> torch.Tensor | int:
+        length = super()._block_length_of_rows(input_batch)
+        if not self.step.may_verify(input_batch):
+            return length
+        n, num_tokens = input_batch.num_reqs, input_batch.num_tokens
+        verifies = self.step.verifies(input_batch.idx_mapping[:n])
+        num_rows = input_batch.query_start_loc[: n + 1].diff()
+        of_rows = verifies.repeat_interleave(num_rows, output_size=num_tokens)
+        return torch.where(of_rows, 1, length)
 
 
 def state_class(family: Family) -> type[CausalModelState]:

@@ -4,19 +4,42 @@ The candidate of a position comes from the row before it. Before a canvas' first
 known token of the same block, which each step computes anew beside the canvas. Where the canvas
 begins its block, it is the last row of the block before, and the first token was sampled when that
 block was prefilled (`seeded_step`).
+
+Since rows predict the next token, a causal forward verifies a block that is filled with guesses.
+Requests with `diffusion_acceptance` "verified" take such steps in turn: one drafts all hidden
+positions, the next one reads them causally and reveals what it agrees with
+(`denoise.masked.verify_step`). Both draw a position by the same number, so that they agree often,
+and the answer does not depend on the drafts. The prefill of the finished block is as ever.
 """
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, verify_step
+from vllm_dllm.step.asked.grammar_runs import LegalDraws
+from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, Found
 from vllm_dllm.step.logits.canvas_logits import MaskedLogits
+from vllm_dllm.step.masked.masked_step import Decided
 from vllm_dllm.step.masked.seeded_step import SeededStep
+from vllm_dllm.step.slots import Index
 
 
 class ShiftedStep(SeededStep):
     """Reads the candidates of canvases from the rows one position before theirs."""
+
+    def may_verify(self, input_batch: InputBatch) -> bool:
+        """Returns whether any request of the batch has its drafts verified."""
+        settings = self.requests.settings
+        assert isinstance(settings, MaskedSlotSettings)
+        slots_np = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        return bool(settings.are_verified(slots_np).any())
+
+    def verifies(self, slots: Index) -> torch.Tensor:
+        """Returns [n] bool: slots that hold a draft, which the coming step reads causally."""
+        return self.slots.holds_draft[slots, 0] & ~self.slots.is_committing(slots)
 
     def begin_step(self, input_batch: InputBatch) -> None:
         """Has the runner compute the logits of the row before each position of a canvas."""
@@ -40,8 +63,55 @@ class ShiftedStep(SeededStep):
         kept = logits.all_rows(in_process=False)
         self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
 
+    def _noise(self, found: Found) -> torch.Tensor:
+        """Draws a position by one number in all steps of requests whose drafts are verified."""
+        settings = found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        if settings.is_verified is None:
+            return super()._noise(found)
+        steps_done = found.numbers.steps_done.masked_fill(settings.is_verified, 0)
+        key, positions = found.numbers.noise_key, self._positions(found)
+        return noise.uniform(key, positions, steps_done, noise.CANDIDATE)
+
+    def _decide(
+        self,
+        found: Found,
+        draws: LegalDraws,
+        candidates: Candidates,  # [n, C]
+        rules: MaskedRules,
+        held: Held | None,
+    ) -> Decided:
+        """Drafts, or verifies drafts, for requests that ask for it and have no grammar."""
+        decided, settings = super()._decide(found, draws, candidates, rules, held), found.settings
+        assert isinstance(settings, MaskedStepSettings)
+        if settings.is_verified is None:
+            return decided
+        slots, idx = self.slots, found.batch.slot_index
+        is_verified = settings.is_verified
+        if held is not None:
+            is_verified = is_verified & ~held.is_ruled
+        is_draft = self.verifies(idx)
+        own = verify_step(
+            candidates.tokens,
+            slots.canvas[idx],
+            slots.revealed[idx],
+            self._counted_positions(found),
+            is_draft,
+            found.stops,
+            self.mask_id,
+        )
+        slots.holds_draft[idx, 0] = is_verified & ~is_draft & ~own.finished
+        rows = is_verified[:, None]
+        return decided._replace(
+            canvas=torch.where(rows, own.canvas, decided.canvas),
+            tokens=torch.where(rows, own.tokens, decided.tokens),
+            revealed=torch.where(rows, own.revealed, decided.revealed),
+            finished=torch.where(is_verified, own.finished, decided.finished),
+        )
+
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Denoises, with the kept logits in the first rows of canvases that begin their block."""
+        """Denoises. First overwrites, in `source`, the first row of each canvas that begins its
+        block with the logits kept for it, since no row of this forward predicts that position."""
         begins_block = found.starts % self.canvas_length == 0
         self.requests.logprobs.restore_seed_logits(found.batch, source, begins_block)
         return super()._denoise(found, source)

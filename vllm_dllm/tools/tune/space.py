@@ -8,7 +8,7 @@ from typing import Any
 
 import optuna
 
-from vllm_dllm.config.architectures import LLADA22, family_of
+from vllm_dllm.config.architectures import LLADA22, family_of, takes_acceptance
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
@@ -27,7 +27,7 @@ _PUBLISHED: Mapping[str, Sequence[Mapping[str, Value]]] = {
         {"accept_probability": 0.5, "edits": 1, "edit_probability": 0.0},
     ],
     "NemotronLabsDiffusionModel": [{"mode": "self_speculation"}],
-    "Fast_dLLM_QwenForCausalLM": [{"accept_probability": 0.9}],
+    "Fast_dLLM_QwenForCausalLM": [{"accept_probability": 0.9}, {"acceptance": "verified"}],
 }
 """By architecture, what a family's authors recommend beside the checkpoint's own settings, as
 changes to these: SDAR's loop of fixed counts, LLaDA2.1's quality and speed modes, Nemotron's
@@ -132,7 +132,9 @@ class Space:
             mode = trial.suggest_categorical("mode", ("diffusion", "self_speculation"))
             if mode != "diffusion":
                 return {"diffusion_mode": mode}
-        rule = trial.suggest_categorical("acceptance", _CHOICES)
+        has_verified = takes_acceptance(self._family, "verified")
+        choices = (*_CHOICES, "verified") if has_verified else _CHOICES
+        rule = trial.suggest_categorical("acceptance", choices)
         keys: dict[str, Value] = {"diffusion_acceptance": rule}
         bound = MASKED_ENTROPY_BOUND if self._config is None else self._config.entropy_bound
         if rule == "entropy_bound":
@@ -147,7 +149,7 @@ class Space:
                 keys[_IN_FLIGHT] = trial.suggest_int(
                     "blocks_in_flight", 1, BLOCKS_IN_FLIGHT, log=True
                 )
-        else:
+        elif rule == "top_k":
             tokens = trial.suggest_int("accept_tokens", 1, _MOST_TOKENS, log=True)
             keys["diffusion_accept_tokens"] = tokens
         if self._config is not None:

@@ -75,6 +75,8 @@ def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str
             space.server_settings.get("blocks_in_flight", 1),
         )
     rules = {"entropy_bound", "confidence", "top_k"}
+    if architecture == FAST_DLLM:
+        rules.add("verified")
     assert {keys.get("diffusion_acceptance") for keys in drawn} - {None} == rules
     if architecture is not None:
         found = {key.removeprefix("diffusion_") for keys in drawn for key in keys}
@@ -93,7 +95,13 @@ def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str
             ],
         ),
         (NEMOTRON, [{"mode": "self_speculation"}]),
-        (FAST_DLLM, [{"acceptance": "confidence", "accept_probability": 0.9}]),
+        (
+            FAST_DLLM,
+            [
+                {"acceptance": "confidence", "accept_probability": 0.9},
+                {"acceptance": "verified"},
+            ],
+        ),
     ],
 )
 def test_presets_of_a_family(
