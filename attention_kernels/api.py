@@ -36,14 +36,14 @@ def attention(
     """Returns attention's output [T, Hq, D] in the query's dtype. `masks.py` defines who sees whom.
 
     The cache must already hold the queries' own keys and values. A query that sees no key gives
-    zeros. Nothing waits for the device or depends on values there, so a call can be captured in a
-    CUDA graph and replayed after the tensors have changed.
+    zeros. Except in "reference", nothing waits for the device or depends on values there. So a call
+    can be captured in a CUDA graph, after a first one, and replayed when the tensors have changed.
 
     impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or "reference"
-    (plain PyTorch, anywhere). What it cannot do is an error, never another implementation;
-    `support.py` can tell beforehand. "fa4" takes only 0 and 1 in `causal`, and may read a
-    sequence's last page to its end, which must then be finite. `max_seq_len` only steers how the
-    work is split. With `output` None, the new tensor is zero outside the rows of requests.
+    (plain PyTorch, anywhere). A case that `impl` cannot run is an error: no other implementation
+    takes over, and `support.py` tells beforehand. "fa4" takes only 0 and 1 in `causal`, and may
+    read a sequence's last page to its end, which must then be finite. `max_seq_len` only steers how
+    the work is split. With `output` None, the new tensor is zero outside the rows of requests.
 
     spans: for each query the first position and the end of the image that its token belongs to,
     (0, 0) if it belongs to none. The image must hold the query and end within its request. With a
@@ -52,6 +52,7 @@ def attention(
     Raises:
         ValueError: names the argument, what was expected and what was passed.
         ImportError: a package of `impl` is missing; says which.
+        RuntimeError: "triton" splits keys for the first time while a CUDA graph is captured.
     """
     tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal)
     _check_tensors(*tensors, window_rule, spans, key_scale, value_scale, output)
@@ -91,7 +92,8 @@ def _check_tensors(
     value_scale: torch.Tensor | None,
     output: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError for a shape, dtype or device other than `attention` says."""
+    """Raises ValueError if a tensor has another shape, dtype or device than `attention` asks
+    for."""
     num_tokens, num_heads, head_size = _checked_shape("query", query, 3)
     num_blocks, block_size, num_kv_heads, _ = _checked_shape("key_cache", key_cache, 4)
     num_reqs, max_blocks = _checked_shape("block_table", block_table, 2)
@@ -122,7 +124,7 @@ def _check_options(
     softcap: float,
     window_rule: WindowRule | torch.Tensor,
 ) -> None:
-    """Raises ValueError for what no implementation can do."""
+    """Raises ValueError for dtypes, heads and options that no implementation supports."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
     if key_cache.dtype not in (query.dtype, FP8):
@@ -145,8 +147,8 @@ def _check_options(
 def _find_implementation(
     impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int
 ) -> Callable[..., object]:
-    """Returns the function that `impl` names. Raises ValueError if it does not support this
-    case."""
+    """Returns the function that `impl` names. Raises ValueError if it does not support this case,
+    and ImportError if its package is missing."""
     if impl == "reference":
         from attention_kernels import reference
 
@@ -179,5 +181,6 @@ def _checked_shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...
 
 
 def _expect(name: str, what: str, expected: object, got: object) -> None:
+    """Raises ValueError unless `got`, the `what` of the argument `name`, is the expected one."""
     if expected != got:
         raise ValueError(f"{name} must have {what} {expected}, got {got}")

@@ -46,8 +46,8 @@ class Chunks:
         window_left: int,
         spans: torch.Tensor | None = None,  # [num_tokens, 2] int32; None: no images
     ) -> "Chunks":
-        """Cuts a batch into chunks, in one small kernel. Shapes depend only on the arguments'
-        shapes."""
+        """Returns the chunks of a batch, cut in one small kernel. Their shapes depend only on the
+        arguments' shapes and numbers, so a CUDA graph can capture it."""
         num_reqs, max_blocks = block_table.shape
         num_chunks = num_tokens // CHUNK + num_reqs  # see `tiling.find_request`
         num_pages = max_blocks

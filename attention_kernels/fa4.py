@@ -5,7 +5,8 @@ from types import ModuleType
 
 
 def import_fa4() -> ModuleType:
-    """Returns the module `fa4_fwd`. Raises ImportError that says what to install."""
+    """Returns the module `fa4_fwd`. Raises ImportError, which says what to install, if
+    FlashAttention-4 is missing."""
     try:
         importlib.import_module("flash_attn.cute.interface")
         return importlib.import_module("attention_kernels.fa4_fwd")

@@ -79,11 +79,11 @@ def attention(
     chunks: Chunks | None = None,  # from an earlier layer with the same batch and window
     forward: Forward | None = None,  # None: that of the package flash-attn-4
 ) -> Chunks | None:
-    """Does what `api.attention` does, which checks the rest. Returns the chunks, for the next
-    layer; None if there are no queries.
+    """Writes to `output` what `api.attention` describes; that function checks the other arguments.
+    Returns the chunks, for the next layer, or None if there are no queries.
 
-    If a page is one key tile, all of it is read: what follows the end of a sequence in its last
-    page is multiplied by 0 and must be finite.
+    If a page is one key tile, all of it is read. Numbers behind the end of a sequence in its last
+    page are then multiplied by 0, so they must be finite.
 
     Raises:
         ValueError: for scales, which only an fp8 cache has; for strides that would make
@@ -132,7 +132,8 @@ def attend_chunks(
     softcap: float,
     forward: Forward | None = None,
 ) -> None:
-    """Runs FlashAttention-4 over chunks, which it takes for requests."""
+    """Writes attention's result to `output`, by running FlashAttention-4 with each chunk as a
+    request."""
     mask, tensors = band_mask, [chunks.bands]
     if chunks.images is not None:
         mask, tensors = image_mask, [chunks.bands, chunks.images]
@@ -157,14 +158,14 @@ def attend_chunks(
 def _package_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_table: torch.Tensor, **options: Any
 ) -> None:
-    """Runs the package's own function; its public one takes no `out`."""
+    """Runs the package's private function, because its public one takes no `out`."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     _flash_attn_fwd(q, k, v, page_table=block_table, **options)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for strides and addresses that vectorised loads cannot read."""
+    """Raises ValueError if vectorised loads cannot read the tensor's strides or address."""
     strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
     if tensor.stride(-1) != 1 or any(n % _ALIGNMENT for n in (tensor.data_ptr(), *strides)):
         raise ValueError(

@@ -11,7 +11,8 @@ from typing import Any
 
 
 def interpret_kernels(*modules: ModuleType) -> None:
-    """Replaces the kernels and Triton functions of `modules` with interpreted ones."""
+    """Replaces the kernels and Triton functions of `modules` by interpreted ones, in place and for
+    good."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -24,8 +25,9 @@ def interpret_kernels(*modules: ModuleType) -> None:
 
 @cache
 def interpret_language() -> None:
-    """Makes those functions of `triton.language` that are written in Triton callable from an
-    interpreted kernel, as if TRITON_INTERPRET had been set when Triton was loaded."""
+    """Patches `triton.language`, for as long as the process lives: those of its functions that are
+    written in Triton become callable from an interpreted kernel, as if TRITON_INTERPRET had been
+    set when Triton was loaded."""
     import triton
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
@@ -50,8 +52,8 @@ def interpret_language() -> None:
 
 
 def _accept_integer_masks() -> None:
-    """Makes the interpreter take integers as masks: Triton 3.9's keeps `(a < b) & (c < d)` as
-    integers and then refuses it."""
+    """Patches the interpreter to take integers as masks: Triton 3.9's keeps `(a < b) & (c < d)` as
+    integers and then refuses them."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -70,8 +72,8 @@ def _accept_integer_masks() -> None:
 
 
 def _carry_when_rounding_to_fp8() -> None:
-    """Corrects the interpreter's rounding to e4m3, which halves what rounds up to a power of two:
-    31.8 becomes 16."""
+    """Patches the interpreter's rounding to e4m3, which halves numbers that round up to a power of
+    two: 31.8 becomes 16."""
     import numpy as np
     import torch
     import triton.language as tl
@@ -90,4 +92,4 @@ def _carry_when_rounding_to_fp8() -> None:
 
 
 def _no_barrier(*args: Any, **kwargs: Any) -> None:
-    """Does nothing."""
+    """Does nothing. Stands in for `tl.debug_barrier`."""

@@ -68,7 +68,7 @@ def _visible_as_text(
     window_left: int,
     symmetric: torch.Tensor | bool,
 ) -> torch.Tensor:
-    """Returns what `visible` does for queries that belong to no image."""
+    """Returns the result of `visible` for queries that belong to no image."""
     block = torch.as_tensor(causal, device=query_pos.device).long()
     causal, seen = block > 0, key_pos < block_end(query_pos, block)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
@@ -94,8 +94,8 @@ def block_spans(
     position: torch.Tensor,  # [T] int, of queries
     block: torch.Tensor | int,  # tokens of a block: [T] int, or the same for all
 ) -> torch.Tensor:
-    """Returns [T, 2] int32: `spans` that make a causal request, without a window, causal by blocks.
-    They may end behind the request."""
+    """Returns [T, 2] int32: the `spans` with which a causal request without a window is causal by
+    blocks. They may end behind the request."""
     first = position // block * block
     return torch.stack((first, first + block), dim=-1).int()
 
@@ -110,8 +110,9 @@ def visible_range(
     symmetric: torch.Tensor | bool = False,
     spans: torch.Tensor | None = None,  # int [..., n, 2], of the tile's queries; None: no images
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first key that any query of a tile sees, and the end of those keys. At least one
-    query sees each key in between, so a kernel that visits only these visits none in vain."""
+    """Returns the first key that any query of a tile sees, and the end of the keys that they see.
+    At least one query sees each key in between, so a kernel that visits only these visits none in
+    vain."""
     block = torch.as_tensor(causal, device=first_query.device).long()
     causal = block > 0
     symmetric = torch.as_tensor(symmetric, device=first_query.device)

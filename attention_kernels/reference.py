@@ -22,8 +22,9 @@ def attention(
     value_scale: torch.Tensor | None = None,
     output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
 ) -> torch.Tensor:
-    """Returns attention's output [T, Hq, D] in the query's dtype. A query that sees no key gives
-    zeros. The cache must already hold the queries' own keys and values."""
+    """Returns attention's output [T, Hq, D] in the query's dtype, written to `output` if it is
+    given. A query that sees no key gives zeros. The cache must already hold the queries' own keys
+    and values. Waits for the device."""
     if output is None:
         output = torch.zeros_like(query)
     block_size = key_cache.shape[1]

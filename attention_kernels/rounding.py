@@ -18,19 +18,19 @@ FEW = 8  # roundings of a short formula: products, quotients, an exponential of 
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Returns half the distance from 1 to the next number."""
+    """Returns half the distance from 1 to the next number of `dtype`."""
     return torch.finfo(dtype).eps / 2
 
 
 def sum_error(length: int, dtype: torch.dtype = torch.float32) -> float:
-    """Returns the error of a sum of `length` terms in any order, as a share of the sum of their
-    magnitudes."""
+    """Returns the largest error of a sum of `length` terms, added in any order, as a share of the
+    sum of their magnitudes."""
     return min(length, DEVIATIONS * length**0.5) * unit_roundoff(dtype)
 
 
 def dot_error(dtype: torch.dtype = torch.float32) -> float:
-    """Returns the error of a product of two vectors with both signs, as a share of the product of
-    their norms.
+    """Returns the largest error of a product of two vectors with both signs, as a share of the
+    product of their norms.
 
     Added one after the other, the partial sums of n such terms of size s grow like s sqrt(k). Each
     is rounded by u / sqrt(3) of it on average, which adds up to 0.41 u n s, and n s is the product

@@ -21,7 +21,7 @@ _LEAST_SHARED_KIB = 99  # every GPU since Ampere has this much
 
 
 class Case(NamedTuple):
-    """A layer on a GPU, as far as a version's limits depend on it."""
+    """What the limits of a version depend on: a layer and the GPU that it runs on."""
 
     capability: tuple[int, int]  # compute capability of the GPU
     head_size: int
@@ -30,13 +30,14 @@ class Case(NamedTuple):
 
 
 def shared_bytes(capability: tuple[int, int]) -> int:
-    """Returns the bytes of shared memory that one program may use."""
+    """Returns the bytes of shared memory that one program may use on a GPU of this compute
+    capability."""
     return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) * 1024
 
 
 def triton_reason(case: Case) -> str | None:
     """Returns why the Triton version cannot run `case`, in words that complete "impl 'triton'
-    takes"; None: it can."""
+    takes". Returns None if it can."""
     if case.head_size not in TRITON_HEAD_SIZES:
         first, last = TRITON_HEAD_SIZES[0], TRITON_HEAD_SIZES[-1]
         return f"head sizes from {first} to {last}, got query with {case.head_size}"
@@ -48,8 +49,8 @@ def triton_reason(case: Case) -> str | None:
 
 
 def fa4_reason(case: Case) -> str | None:
-    """Returns why FlashAttention-4 cannot run `case`, in words that complete "impl 'fa4' takes";
-    None: it can."""
+    """Returns why FlashAttention-4 cannot run `case`, in words that complete "impl 'fa4' takes".
+    Returns None if it can."""
     sizes = FA4_HEAD_SIZES.get(case.capability[0])
     if sizes is None:
         return f"Hopper and data-centre Blackwell GPUs (9.x, 10.x), got {_name(case)}"
@@ -63,8 +64,8 @@ def fa4_reason(case: Case) -> str | None:
 
 
 def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for a tensor whose last dimension has gaps: the kernels assume a stride
-    of 1 there."""
+    """Raises ValueError for a tensor whose last dimension has gaps, because the kernels assume a
+    stride of 1 there."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
@@ -74,7 +75,8 @@ def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
 
 
 def check_contiguous(impl: str, spans: torch.Tensor | None) -> None:
-    """Raises ValueError for gaps in `spans`, which the kernels read as pairs, one after another."""
+    """Raises ValueError for gaps in `spans`, because the kernels read them as pairs, one after
+    another."""
     if spans is not None and not spans.is_contiguous():
         raise ValueError(
             f"impl {impl!r} takes contiguous spans, got strides {spans.stride()} for shape "
@@ -83,4 +85,5 @@ def check_contiguous(impl: str, spans: torch.Tensor | None) -> None:
 
 
 def _name(case: Case) -> str:
+    """Returns the GPU's architecture by NVIDIA's name, such as sm_90."""
     return "sm_{}{}".format(*case.capability)

@@ -59,7 +59,8 @@ class PagedBatch:
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> "PagedBatch":
-        """Makes a batch of normally distributed queries, keys and values, pages in random order."""
+        """Returns a batch of normally distributed queries, keys and values, with pages in random
+        order and NaN in the cache outside of requests."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -104,11 +105,12 @@ class PagedBatch:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns keyword arguments of `api.attention`."""
+        """Returns the batch as keyword arguments of `api.attention`."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"window_rule": tensors.pop("symmetric"), **tensors}
 
     def to(self, device: str | torch.device) -> "PagedBatch":
+        """Returns a copy of the batch on `device`."""
         moved = {
             field.name: tensor.to(device)
             for field in fields(self)
@@ -117,15 +119,16 @@ class PagedBatch:
         return PagedBatch(**moved)
 
     def reference(self, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-        """Returns what `reference.attention` does for the same numbers in `dtype`."""
+        """Returns the result of `reference.attention` [T, Hq, D] for the same numbers in
+        `dtype`."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("query", "key_cache", "value_cache"):
             tensors[name] = tensors[name].to(dtype)
         return reference.attention(**tensors, **options)
 
     def probe(self, first_key: int) -> "PagedBatch":
-        """Returns a batch with zero queries, and one-hot values of the D keys from position
-        `first_key` on: an output [T, Hq, D] is above zero exactly where the query sees the key."""
+        """Returns a batch with zero queries, and one-hot values at the D keys from position
+        `first_key` on. An output [T, Hq, D] is above zero exactly where the query sees the key."""
         values = self.value_cache.clone()
         _, block_size, _, head_size = values.shape
         for r, length in enumerate(self.seq_lens.tolist()):
@@ -137,28 +140,28 @@ class PagedBatch:
 
 
 def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same numbers with gaps along the last dimension, which hold wrong ones."""
+    """Returns the same numbers with gaps along the last dimension. The gaps hold wrong numbers."""
     wrong = torch.full_like(tensor, 1 if tensor.dtype == torch.int32 else torch.nan)
     return torch.stack((tensor, wrong), dim=-1)[..., 0]
 
 
 def rms_ratio(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Returns the root mean square of the error over that of `expected`, for each row of the last
-    axis."""
+    """Returns the root mean square of the error divided by that of `expected`, for each row of the
+    last axis."""
     error = (output.double() - expected.double()).square().mean(-1).sqrt()
     return error / expected.double().square().mean(-1).sqrt().clamp(min=1e-12)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The right result of attention over a batch, and how far rounding may move it."""
+    """The right result of attention over a batch, and the error that rounding may cause."""
 
     expected: torch.Tensor  # [T, Hq, D] float64
     error: torch.Tensor  # [T, Hq, D] float64, of each element
     row_ratio: float  # `rms_ratio` of the worst row
 
     def check(self, output: torch.Tensor, rows: slice | torch.Tensor = slice(None)) -> None:
-        """Raises AssertionError unless `rows` of `output` are right; a NaN is not."""
+        """Raises AssertionError unless `rows` of `output` are right. A NaN is wrong."""
         off = (output[rows].double() - self.expected[rows]).abs()
         share = (off / self.error[rows].clamp(min=1e-300)).max().item()
         assert share <= 1, f"an element is off by {share:.2f} times what rounding allows"
@@ -172,8 +175,8 @@ def allowed(batch: PagedBatch, *, scale: float, cuts_off: bool = False, **option
     """Returns the right result with `options` of `reference.attention`, and the error allowed.
 
     Scores and sums are fp32. Rounding a score moves its weight by as much, and the sum of weights
-    by at most as much again. With a 16-bit query, weights and output are also rounded; with
-    `cuts_off` towards zero, which is off by up to twice as much.
+    by at most as much again. With a 16-bit query, weights and output are also rounded. With
+    `cuts_off` they are rounded towards zero, which is off by up to twice as much.
     """
     dtype = batch.query.dtype
     query_norm = batch.query.double().norm(dim=-1).max().item()

@@ -20,7 +20,7 @@ _OF_GROUPS = (9, 10)  # major capabilities of wgmma and tcgen05
 class _Size(NamedTuple):
     """The size of a tile, and how many of its loads are on their way at once."""
 
-    rows: int
+    rows: int  # queries times heads
     keys: int
     num_stages: int
 
@@ -53,7 +53,7 @@ class Tiles:
 
     @property
     def lags(self) -> bool:
-        """Whether values are added one pass after their keys: see `triton_kernels`."""
+        """Returns whether values are added one pass after their keys, see `triton_kernels`."""
         return self.block_q * self.heads < 16 * self.num_warps
 
     @classmethod
@@ -84,8 +84,8 @@ class Tiles:
 def _largest_fitting_size(
     padded: int, element_size: int, cache_element_size: int, capability: tuple[int, int]
 ) -> _Size:
-    """Returns the largest tile that fits the shared memory. `padded`: the head size, as a power of
-    two; element sizes are in bytes."""
+    """Returns the largest tile that fits the shared memory. `padded`: the head size, rounded up to
+    a power of two. Element sizes are in bytes."""
     bytes_a_row = padded * element_size
     of_groups = capability[0] in _OF_GROUPS and element_size == 2
     # Two warp groups of Hopper take 128 rows: with 64, both would compute the scores of all. On

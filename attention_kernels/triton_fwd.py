@@ -47,8 +47,8 @@ def attention(
     spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     num_splits: int | None = None,  # None: enough to fill the GPU
 ) -> None:
-    """Does what `api.attention` does, which checks the rest. Launches on one device must follow one
-    another: those that split keys share the counters of their shares.
+    """Writes to `output` what `api.attention` describes; that function checks the other arguments.
+    Launches on one device must follow one another, because those that split keys share counters.
 
     Raises:
         ValueError: for a tensor that is not contiguous along its last dimension; for tensors that
@@ -110,7 +110,8 @@ class _Cut:
         max_seq_len: int,
         num_splits: int | None,
     ) -> "_Cut":
-        """Divides a launch. `num_splits` None: enough to fill the GPU."""
+        """Returns how to divide a launch. `num_splits`: shares of the keys; None: enough to fill
+        the GPU."""
         num_tokens, num_heads, head_size = query.shape
         num_kv_heads = key_cache.shape[2]
         group = num_heads // num_kv_heads
@@ -144,7 +145,8 @@ def _launch(
     window_left: int,
     softcap: float,
 ) -> None:
-    """Launches the kernel."""
+    """Launches the kernel, which writes attention's result and the shares' results into
+    `outputs`."""
     query, key_cache, value_cache, block_table = inputs[:4]
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -223,15 +225,15 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    """Returns the number of the GPU's streaming multiprocessors; 1 for the interpreter, which runs
-    programs in turn."""
+    """Returns the number of the GPU's streaming multiprocessors. Returns 1 for the interpreter,
+    which runs programs in turn."""
     on_gpu = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
 
 def _choose_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
     """Returns how many shares to split the keys into: as many as the processors can run at once,
-    unless the shares would be too short. It is a power of two, because each number is compiled
+    unless the shares would be too short. The number is a power of two, because each is compiled
     separately."""
     possible = min(num_processors // num_programs, num_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS)
     return 1 << (max(possible, 1).bit_length() - 1)

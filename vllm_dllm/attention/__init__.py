@@ -41,8 +41,8 @@ class WindowRules:
 
 
 def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
-    """Returns vLLM's name for our GPU attention. None if it does not support this GPU or type of
-    cache, or if another extension has taken the name."""
+    """Returns vLLM's name for our GPU attention. Returns None if it does not support this GPU or
+    type of cache, if batch invariance is asked for, or if another extension has taken the name."""
     name = vllm_attention.custom_attention_backend(GPU_BACKEND)
     if name is None:
         return None
@@ -62,8 +62,8 @@ def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
 
 @contextmanager
 def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
-    """Makes attention layers built in this context know the window rules, unless a stock backend
-    was chosen for a GPU; the log then says what that means.
+    """Makes attention layers that are built in this context know the window rules. On a GPU they do
+    unless a stock backend was chosen: a warning then says what that means.
 
     It covers one model's construction: other models of the process keep vLLM's own backends.
     """
@@ -86,5 +86,5 @@ def use_window_rules(attention_config: AttentionConfig) -> Iterator[None]:
 
 
 def takes_window_rules(metadata_builder: object) -> bool:
-    """Whether `metadata_builder.build` takes `window_rules`, a `WindowRules`."""
+    """Returns whether `metadata_builder.build` takes `window_rules`, a `WindowRules`."""
     return getattr(metadata_builder, "takes_window_rules", False)

@@ -29,7 +29,7 @@ _SHIPPED = Path(__file__).parent / "times"
 
 
 class LayerKind(NamedTuple):
-    """What attention layers of one kind have in common."""
+    """What decides how long attention takes in a layer, besides the step."""
 
     head_size: int
     num_heads: int  # query heads of this rank
@@ -37,7 +37,7 @@ class LayerKind(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """How long attention takes for canvases of equal contexts."""
+    """How long attention takes in a step of canvases that all have the same context."""
 
     rows: int
     context: int  # tokens before each canvas
@@ -46,15 +46,16 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The version to run, by the rows of a step."""
+    """Says which version runs in a step, by the step's rows."""
 
-    steps: tuple[tuple[int, Version], ...]  # from how many rows on each runs; ascending, from 0
+    steps: tuple[tuple[int, Version], ...]  # (least rows, version); rising, the first from 0 rows
 
     def version_for(self, rows: int) -> Version:
-        """Returns the version that a step of so many rows runs."""
+        """Returns the version that a step of `rows` rows runs."""
         return self.steps[bisect_right(self.steps, rows, key=lambda step: step[0]) - 1][1]
 
     def __str__(self) -> str:
+        """Returns the choice in words, for the log."""
         (_, first), *others = self.steps
         return NAMES[first] + "".join(
             f", {NAMES[version]} in steps of {rows:,} rows and more" for rows, version in others
@@ -65,13 +66,14 @@ class Choice:
 class Times:
     """How long attention takes on one GPU."""
 
-    gpu: str
+    gpu: str  # its name
     # By head size and whether there is a window: the query heads measured, and the timings.
     cells: Mapping[tuple[int, bool], tuple[int, tuple[Timing, ...]]]
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Times":
-        """Reads `{"gpu", "layers"}` as the files have it. A version without a time cannot run."""
+        """Returns the times in `{"gpu", "layers"}`, as the files have them. A version without a
+        time gets an infinite one: it cannot run."""
         cells = {}
         for layer in found["layers"]:
             measured = tuple(
@@ -87,13 +89,14 @@ class Times:
 
     @classmethod
     def shipped(cls, capability: tuple[int, int]) -> "Times | None":
-        """Returns what was measured on a GPU of this compute capability, if one was."""
+        """Returns the times shipped for GPUs of this compute capability. Returns None if none
+        are."""
         path = _SHIPPED / "sm_{}{}.json".format(*capability)
         return cls.from_json(json.loads(path.read_text())) if path.exists() else None
 
     def choose(self, layer: LayerKind, longest: int) -> Choice | None:
-        """Chooses the versions that a kind of layer runs. `longest`: tokens of the longest request.
-        None: no times are known.
+        """Returns the versions that a kind of layer runs. Returns None if no times are known.
+        `longest`: tokens of the longest request.
 
         What was measured with R rows holds from R / 2 rows on. With half the heads, as on two
         tensor-parallel ranks, a step of twice the rows is as much work.
@@ -113,7 +116,7 @@ class Times:
 
 def _least_worst(cells: list[Timing]) -> Version:
     """Returns the version whose largest ratio to the fastest one, over all cells, is the smallest.
-    Versions within `EQUAL` count as equal, and the first of `VERSIONS` wins."""
+    Versions within a factor of `EQUAL` count as equal, and the first of `VERSIONS` wins."""
     worst = {v: max(cell.ms[v] / min(cell.ms.values()) for cell in cells) for v in VERSIONS}
     least = min(worst.values())
     return next(version for version in VERSIONS if worst[version] <= least * EQUAL)

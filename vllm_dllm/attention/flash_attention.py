@@ -27,12 +27,13 @@ class FlashAttention:
     """FlashAttention-4 for one kind of layer."""
 
     forward: Callable[..., Any]  # see `fa4_fwd.Forward`
-    has_flags: bool
-    has_masks: bool
+    has_flags: bool  # whether it can take a causal flag for each request
+    has_masks: bool  # whether it can take our mask function
 
     @classmethod
     def find(cls, case: Case, has_window: bool) -> "FlashAttention | str":
-        """Returns FlashAttention-4 for `case`, or why it cannot run, to follow "because"."""
+        """Returns FlashAttention-4 for `case`, or the reason why it cannot run, in words that
+        follow "because"."""
         has_flags = case.capability[0] == 9 and not has_window and case.head_size in _BY_FLAGS
         has_masks = (reason := fa4_reason(case)) is None
         if has_flags:  # only the head size may be in the way of masks
@@ -47,7 +48,8 @@ class FlashAttention:
             return f"it is not there: {error}"
 
     def can_run(self, metadata: "GpuCanvasMetadata") -> bool:
-        """Whether it can run a step: flags allow neither images nor blocks, masks no blocks."""
+        """Returns whether it can run a step. Flags allow neither images nor blocks, and masks allow
+        no blocks."""
         by_flags = self.has_flags and metadata.spans is None
         return (by_flags or self.has_masks) and not metadata.by_blocks
 
@@ -63,7 +65,8 @@ class FlashAttention:
         window_left: int,
         softcap: float,
     ) -> None:
-        """Writes attention's result to `output`, by flags where they suffice, else by masks."""
+        """Writes attention's result to `output`, by flags where they suffice, else by masks. Keeps
+        the chunks of masks in `metadata.chunks` for later layers with the same window."""
         if self.has_flags and metadata.spans is None:
             self.forward(
                 q=query,

@@ -44,8 +44,8 @@ _CACHE_DTYPES = {  # others mean the model's
 
 @dataclass
 class GpuCanvasMetadata:
-    """What a step's layers know of its N requests and T rows. The tensors are the runner's and the
-    model state's own."""
+    """The metadata of a step's N requests and T rows, which its layers read. The tensors are
+    buffers of the runner and the model state."""
 
     num_actual_tokens: int  # T, without the padding of a CUDA graph
     max_query_len: int
@@ -62,7 +62,7 @@ class GpuCanvasMetadata:
 
 
 class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
-    """Passes tensors on and computes nothing, so any step can be in a CUDA graph."""
+    """Builds metadata without computing anything, so any step can be in a CUDA graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     takes_window_rules = True
@@ -77,6 +77,8 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> GpuCanvasMetadata:
+        """Returns the metadata of a step, made of the runner's tensors and `window_rules`, without
+        copies."""
         common = common_attn_metadata
         assert isinstance(common.causal, torch.Tensor), "the model state passes a flag per request"
         # The model state's buffers, whose addresses a captured CUDA graph keeps.
@@ -113,7 +115,8 @@ class GpuCanvasImpl(TritonAttentionImpl):
         self.choice, self._fa4 = choose_versions(self.kind, self.kv_cache_dtype)
 
     def force_version(self, version: Version, flash_attention: FlashAttention | None) -> None:
-        """Makes every step run one version until `choose_version` is called, to time it."""
+        """Makes every step run one version, so that it can be timed, until `choose_version` is
+        called."""
         self.choice, self._fa4 = Choice(((0, version),)), flash_attention
 
     def forward(
@@ -128,6 +131,8 @@ class GpuCanvasImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Writes attention's result to `output`, in the version chosen for the step, and returns
+        `output`."""
         assert output_scale is None and output_block_scale is None, "not offered to vLLM"
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
@@ -166,8 +171,8 @@ class GpuCanvasImpl(TritonAttentionImpl):
 
 
 def choose_versions(layer: LayerKind, kv_cache_dtype: str) -> tuple[Choice, FlashAttention | None]:
-    """Returns the versions that a layer of the model being built runs, and FlashAttention-4 if it
-    is one of them. The log says it, once for each kind of layer."""
+    """Returns the versions that a layer of the model being built runs, and FlashAttention-4 if one
+    of them is. Logs the choice once for each kind of layer."""
     triton = Choice(((0, "triton"),))
     config, capability = get_current_vllm_config_or_none(), current_platform.get_device_capability()
     if config is None or capability is None:
@@ -201,7 +206,8 @@ def choose_versions(layer: LayerKind, kv_cache_dtype: str) -> tuple[Choice, Flas
 def find_flash_attention(
     layer: LayerKind, dtype: torch.dtype, kv_cache_dtype: str
 ) -> FlashAttention | str:
-    """Returns FlashAttention-4 for a kind of layer on this GPU, or why it cannot run."""
+    """Returns FlashAttention-4 for a kind of layer on this GPU, or the reason why it cannot run.
+    `dtype`: the query's. `kv_cache_dtype`: vLLM's name of the cache's."""
     capability = current_platform.get_device_capability()
     case = support.Case(
         (capability.major, capability.minor),
@@ -213,8 +219,9 @@ def find_flash_attention(
 
 
 def load_times(config: VllmConfig) -> Times | None:
-    """Returns what this server measured, or the shipped times of such a GPU, as the setting
-    `kernel_choice` says. None: no times are known."""
+    """Returns the times of attention that the setting `kernel_choice` selects: those this server
+    measured, or else those shipped for such a GPU. Returns None if no times are known or the
+    setting is "stock"."""
     choice = ExtensionConfig.from_additional_config(config.additional_config).kernel_choice
     if choice == "stock":
         return None

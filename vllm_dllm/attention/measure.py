@@ -23,9 +23,10 @@ def measure_attention(
     longest: int,  # tokens of a request
     stopwatch: Stopwatch,
 ) -> list[dict[str, Any]]:
-    """Times each kind of layer that more than one version can run, by rows and context, and returns
-    `layers` of `Times.from_json`. A kind of which nothing could be timed is left out. It overwrites
-    the first pages of these layers' caches, which must hold nothing yet."""
+    """Times each kind of layer that more than one version can run, by rows and context. Returns
+    `layers` of `Times.from_json`, without kinds that could not be timed. Overwrites the first pages
+    of these layers' caches, which must hold nothing yet, with zeros, and has the layers choose
+    versions again."""
     steps = list(steps)
     measured = []
     for layer in _one_of_each_kind(layers):
@@ -60,7 +61,7 @@ def _run_version(
     flash_attention: FlashAttention,
     attend: Callable[[], torch.Tensor],
 ) -> Callable[[], torch.Tensor]:
-    """Returns a function that runs `attend` with one version."""
+    """Returns a function that runs `attend` with one version, and leaves that version forced."""
 
     def run() -> torch.Tensor:
         impl.force_version(version, flash_attention)
@@ -70,7 +71,7 @@ def _run_version(
 
 
 def _one_of_each_kind(layers: Iterable[Any]) -> list[Any]:
-    """Returns the first of our attention layers of each kind."""
+    """Returns the first layer of each kind among those that run our attention."""
     kinds: dict[Any, Any] = {}
     for layer in layers:
         if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):

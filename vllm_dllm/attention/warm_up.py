@@ -18,8 +18,8 @@ def compile_attention(
     longest: int,  # tokens of a request
     has_images: bool,  # whether requests may have some: masks of images are another kernel
 ) -> None:
-    """Runs a layer of each kind in steps that together compile every kernel it may run. Comes after
-    versions are chosen."""
+    """Runs a layer of each kind in steps that together compile every kernel it may run. Called
+    after versions are chosen."""
     kinds = {
         layer.impl.kind: layer
         for layer in layers
@@ -32,11 +32,12 @@ def compile_attention(
 
 
 def steps_to_try(choice: Choice, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields steps that together compile every kernel of a choice: number of requests, and queries
-    of each.
+    """Yields steps that together compile every kernel of a choice, as a number of requests and a
+    number of queries of each.
 
-    Triton is compiled for each number of shares of the keys, a power of two, and a step of twice
-    the rows has half as many. FlashAttention-4 splits the keys of few rows, in a kernel of its own.
+    Triton is compiled for each number of shares of the keys. These are powers of two, and a step of
+    twice the rows has half as many shares. FlashAttention-4 splits the keys of few rows, in a
+    kernel of its own.
     """
     begins = [begin for begin, _ in choice.steps if begin <= most_rows]
     ends = [*begins[1:], most_rows + 1]
@@ -63,8 +64,8 @@ def make_probe(
 ) -> Callable[[], torch.Tensor]:
     """Returns a function that runs a layer in a step of canvases that belong to no request.
 
-    It returns [num_reqs * length, Hq, D], the same tensor each time. All its requests read the
-    cache's first pages; nothing is written there.
+    The function returns [num_reqs * length, Hq, D], the same tensor each time. All its requests
+    read the cache's first pages. Nothing is written to the cache.
     """
     impl, cache = layer.impl, layer.kv_cache
     num_blocks, _, page, _ = cache.shape

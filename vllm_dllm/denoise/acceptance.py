@@ -14,8 +14,8 @@ def accept_by_entropy_bound(
     """Returns the accepted positions, [n, C] bool.
 
     Positions are accepted in order of rising entropy, while the summed entropy of those accepted
-    *before* stays within the bound, so at least one always is. The bound limits how strongly the
-    accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling from Masked
+    before stays within the bound. So at least one is always accepted. The bound limits how strongly
+    the accepted tokens can depend on each other (Ben-Hamu et al., "Accelerated Sampling from Masked
     Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857).
     """
     ascending, order = torch.sort(entropy_nats, dim=-1, stable=True)
@@ -34,9 +34,9 @@ def accept_forced_positions(
     accepted: torch.Tensor,  # [n, C] bool
     forced: torch.Tensor,  # [n, C] bool, positions where a grammar leaves one token
 ) -> torch.Tensor:
-    """Returns `accepted` [n, C] bool with each forced position accepted if the last free position
-    on its left is, or if there is none. Its own entropy says nothing: one wrong early token would
-    lock the tokens that it forces."""
+    """Returns `accepted` [n, C] bool with forced positions decided by the last free position on
+    their left. They are accepted if it is, or if there is none. Their own entropy says nothing: one
+    wrong early token would lock the tokens that it forces."""
     position = torch.arange(forced.shape[-1], device=forced.device)
     last_choice = torch.where(forced, -1, position).cummax(dim=-1).values
     followed = accepted.gather(-1, last_choice.clamp(min=0)) | (last_choice < 0)
@@ -44,19 +44,20 @@ def accept_forced_positions(
 
 
 class Reveal(NamedTuple):
-    """Canvases that reveal best guesses permanently, position by position, as mask-noise diffusion
-    models do (Wu et al., "Fast-dLLM", arXiv 2505.22618: a probability threshold; Nie et al., "Large
-    Language Diffusion Models", arXiv 2502.09992: the k most certain ones per step)."""
+    """Says which canvases reveal best guesses permanently, position by position, as mask-noise
+    diffusion models do: by a probability threshold (Wu et al., "Fast-dLLM", arXiv 2505.22618), or
+    the k most certain ones per step (Nie et al., "Large Language Diffusion Models", arXiv
+    2502.09992)."""
 
     is_chosen: torch.Tensor  # [n] bool, these canvases; the others use the entropy bound
     threshold: torch.Tensor  # [n] fp32, least probability of a best guess to reveal; > 1: none
     per_step: torch.Tensor  # [n] int64, reveal at least this many per step, the most probable
     revealed: torch.Tensor  # [n, C] bool, revealed by earlier steps
-    tokens: torch.Tensor  # [n, C] int64, the canvas of this step
+    tokens: torch.Tensor  # [n, C] int64, what revealed positions keep
 
     @property
     def kept(self) -> torch.Tensor:
-        """Returns [n, C] bool: positions whose tokens earlier steps have revealed."""
+        """Returns [n, C] bool: positions that earlier steps have revealed permanently."""
         return self.revealed & self.is_chosen[:, None]
 
 
@@ -65,8 +66,8 @@ def reveal_best_guesses(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     rule: Reveal,
 ) -> torch.Tensor:
-    """Returns [n, C] bool: the hidden positions that this step reveals. They are those that reach
-    the threshold, and the `per_step` most probable ones."""
+    """Returns [n, C] bool: the hidden positions that this step reveals. These reach the threshold,
+    or are among the `per_step` most probable hidden ones."""
     hidden = ~rule.revealed if valid is None else ~rule.revealed & valid
     order = torch.where(hidden, probability, -1.0).argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)

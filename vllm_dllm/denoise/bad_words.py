@@ -23,11 +23,12 @@ class BadWords:
     """The bad words of one request that have two tokens or more."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        # Words by their last token but one; words and a place in them, by the token after it.
+        """`words`: token ids of each word, at least two."""
+        # Words by their last token but one; words and a place in them, by the token behind it.
         self._by_previous: dict[int, list[Word]] = defaultdict(list)
         self._by_next: dict[int, list[tuple[Word, int]]] = defaultdict(list)
         self.reach = 0
-        """Tokens on either side of a position that decide whether one completes a word."""
+        """How many tokens on either side of a position decide whether a token completes a word."""
         for word in map(tuple, words):
             self.reach = max(self.reach, len(word) - 1)
             self._by_previous[word[-2]].append(word)
@@ -35,11 +36,12 @@ class BadWords:
                 self._by_next[word[place + 1]].append((word, place))
 
     def __bool__(self) -> bool:
+        """Returns whether there is any word."""
         return self.reach > 0
 
     def completing_tokens(self, before: Sequence[int], behind: Sequence[int]) -> set[int]:
-        """Returns the tokens that complete a word between the tokens `before` and `behind`; in
-        both, < 0 stands for no token."""
+        """Returns the tokens that complete a word between the tokens `before` and `behind` a
+        position. Numbers < 0 in either are no tokens."""
         found = set()
         for word in self._by_previous.get(before[-1], ()) if before else ():
             if tuple(before[1 - len(word) :]) == word[:-1]:
@@ -58,8 +60,8 @@ class BadWords:
         before: Sequence[int],  # the tokens before the rows; < 0: not the request's
         kept: Sequence[int],  # the tokens fixed at these rows and behind; < 0: none yet
     ) -> list[int]:
-        """Excludes the tokens that complete a word, row by row. Returns `before` and the tokens
-        that the rows then hold."""
+        """Excludes the tokens that complete a word, row by row. Returns `before` followed by the
+        tokens that the rows then hold. Waits for the device."""
         spelled = list(before)
         for row, best in enumerate(argmax(logits).tolist()):
             if kept[row] >= 0:
@@ -79,9 +81,9 @@ class BadWords:
         before: Sequence[int],  # the tokens before the first row's; < 0: not the request's
         behind: Sequence[int],  # the canvas' tokens from the second row on, at least L - 1
     ) -> list[int]:
-        """Excludes the tokens that complete a word with the tokens before them, in rows that
-        predict the next position's token. Returns `before` and the tokens that later rows follow;
-        < 0: unknown."""
+        """Excludes, in rows that predict the next position's token, the tokens that complete a word
+        with the tokens before them. Returns `before` followed by the canvas' tokens up to the next
+        row's; < 0 where unknown."""
         spelled = list(before)
         for row in range(len(logits)):
             if bad := self.completing_tokens(spelled, ()):

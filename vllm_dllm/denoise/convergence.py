@@ -8,8 +8,8 @@ NO_TOKEN = -1
 """The best guess before the first step: equal to no token id, so the first step repeats nothing."""
 
 AT_REST = 4
-"""Steps after which a canvas with a grammar is finished if its best guess has not changed, however
-unsure the model is, as at a high temperature: the grammar leaves few tokens to change to."""
+"""Steps without a change of the best guess after which a canvas with a grammar is finished, even if
+the model is unsure, as at a high temperature. The grammar leaves few tokens to change to."""
 
 
 def times_repeated(
@@ -18,7 +18,7 @@ def times_repeated(
     times: torch.Tensor,  # [n] int64, how often `earlier` had been repeated
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
 ) -> torch.Tensor:
-    """Returns [n] int64: for how many consecutive steps the best guess has stayed the same."""
+    """Returns [n] int64: for how many consecutive steps the best guess has not changed."""
     same = best_guess == earlier
     if valid is not None:
         same |= ~valid
@@ -46,8 +46,8 @@ def up_to_first_stop(
     valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
     stop_tokens: torch.Tensor,  # [n, K] int64, tokens that end an answer; unused places: < 0
 ) -> torch.Tensor:
-    """Returns [n, C] bool: the valid positions up to and including the first stop token. Later ones
-    are not part of the answer, so a canvas need not wait for them."""
+    """Returns [n, C] bool: the valid positions up to and including the first stop token. Later
+    positions are not part of the answer, so a canvas need not wait for them."""
     stops = (best_guess[..., None] == stop_tokens[:, None, :]).any(dim=-1)
     if valid is not None:
         stops &= valid

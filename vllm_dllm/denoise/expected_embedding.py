@@ -17,13 +17,13 @@ _MARGIN = 0.5
 
 class ExpectedEmbedding:
     """The expected embedding of rows whose logits arrive tile by tile. Sums are rescaled as the
-    largest logit seen grows, as in online softmax.
+    largest logit so far grows, as in online softmax.
 
     With a tolerance, the product leaves out blocks of a row that hold less than an even share of
-    it, so that no row misses more probability than `tolerance`, and no embedding is off by more
-    than that times the longest row of E. How much of a row's total is known when a block arrives
-    depends on the tiles and on the floor, so they affect the result, within the tolerance. The LM
-    head and the product round logits to the model's type, and this is allowed for: at low
+    the tolerance. So no row misses more probability than `tolerance`, and no embedding is off by
+    more than that times the longest row of E. How much of a row's total is known when a block
+    arrives depends on the tiles and on the floor, so both affect the result, within the tolerance.
+    The LM head and the product round logits to the model's type. This is allowed for: at low
     temperatures, less is left out in a 16-bit type.
     """
 
@@ -52,8 +52,8 @@ class ExpectedEmbedding:
         weights: torch.Tensor | None,  # [rows, B, BLOCK] fp32, from `read_blocks`, if available
         embeddings: torch.Tensor,  # [Vt, H] the model's type
     ) -> None:
-        """Adds the next tile to the sums. Like the reference, it rounds the logits to the model's
-        type first, and the weights again for the product."""
+        """Adds the next tile to the sums. Like the reference, it first rounds the logits to the
+        model's type, and rounds the weights again for the product."""
         maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
         decay = (self._maximum - maximum).exp()
         self._total.mul_(decay)
@@ -74,9 +74,9 @@ class ExpectedEmbedding:
     def _add_needed(
         self, logits: torch.Tensor, blocks: VocabBlocks, embeddings: torch.Tensor
     ) -> None:
-        """Adds the blocks whose share of the row's total may matter; the others count in the total
-        alone. `known` is a bound from below of that total: the blocks so far, or the floor's token.
-        It is lowered by what rounding logits to the embeddings' type may have added."""
+        """Adds the blocks whose share of the row's total may matter. The other blocks count in the
+        total alone. The total is bounded from below by the blocks so far, or by the floor's token,
+        and lowered by what rounding logits to the embeddings' type may have added."""
         masses = blocks.total * (blocks.maximum - self._maximum[:, None]).exp()
         self._known.add_(masses.sum(dim=-1))
         rounding = torch.finfo(embeddings.dtype).eps / 2  # of a logit, relative
@@ -90,7 +90,7 @@ class ExpectedEmbedding:
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns sum [rows, H], total [rows] and maximum [rows] over one shard of the vocabulary,
-        all fp32, to be joined with those of other shards. The embedding is sum / total."""
+        all fp32. They are joined with those of other shards. The embedding is sum / total."""
         return self._sum, self._total, self._maximum
 
 
@@ -102,8 +102,8 @@ def add_needed_(
     needed: torch.Tensor,  # [rows, B] bool
     embeddings: torch.Tensor,  # [Vt, H]
 ) -> None:
-    """Adds `exp(logits - maximum)` over the needed blocks to the totals, and its product with their
-    embeddings to the sums."""
+    """Adds `exp(logits - maximum)` over the needed blocks to the totals, and its product with the
+    blocks' embeddings to the sums, both in place. Waits for the device."""
     for block in range(needed.shape[1]):
         rows = needed[:, block].nonzero().squeeze(-1)
         if len(rows) == 0:
@@ -124,7 +124,7 @@ def _triton_module() -> ModuleType:
 
 
 class TopTokens:
-    """The k most probable tokens of rows whose logits arrive tile by tile."""
+    """Keeps the k most probable tokens of rows whose logits arrive tile by tile."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -137,7 +137,7 @@ class TopTokens:
         logits: torch.Tensor,  # [rows, Vt]
         first_token: int,  # of the tile
     ) -> None:
-        """Merges the next tile's most probable tokens with those found so far."""
+        """Merges the next tile's most probable tokens with those of the tiles before."""
         top = logits.topk(min(self.k, logits.shape[1]), dim=-1)
         found = top.values.float(), top.indices + first_token
         log_total = logits.float().logsumexp(dim=-1, keepdim=True)
@@ -153,8 +153,9 @@ class TopTokens:
         )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, with
-        fewer columns if there are fewer tokens; and the logsumexp [rows, 1] fp32 over all tiles."""
+        """Returns logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, and
+        the logsumexp [rows, 1] fp32 over all tiles. There are fewer columns if there are fewer
+        tokens."""
         assert self._logits is not None and self._tokens is not None, "no tile has been added"
         assert self._log_total is not None
         return self._logits, self._tokens, self._log_total

@@ -14,11 +14,11 @@ _LOWEST = tl.constexpr(MASKED_LOGIT)
 
 
 class FusedExpectedEmbedding:
-    """`ExpectedEmbedding` without a tolerance, for logits in the embeddings' type: one kernel
-    computes the weights, and one matrix product reads them."""
+    """Computes `ExpectedEmbedding` without a tolerance, for logits in the embeddings' type: one
+    kernel computes the weights, and one matrix product reads them."""
 
     def __init__(self, rows: int, num_tokens: int, device: torch.device) -> None:
-        """`num_tokens`: of all tiles."""
+        """`num_tokens`: the tokens of all tiles."""
         # Of the most blocks a tile can have: tiles of a step of few rows are wider, and a kernel
         # for each width would be compiled while requests wait.
         self._blocks = triton.next_power_of_2(triton.cdiv(num_tokens, BLOCK))
@@ -35,7 +35,7 @@ class FusedExpectedEmbedding:
         weights: torch.Tensor | None,
         embeddings: torch.Tensor,  # [Vt, H] of the same type
     ) -> None:
-        """Adds the next tile to the sums."""
+        """Adds the next tile to the sums. Overwrites `logits`, and does not read `weights`."""
         maximum = blocks.maximum
         _weigh_kernel[(len(logits),)](
             logits,
@@ -58,7 +58,7 @@ class FusedExpectedEmbedding:
         self._sum = product
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what `ExpectedEmbedding.result` does; after a single tile, the sum is in the
+        """Returns what `ExpectedEmbedding.result` does. After a single tile, the sum is in the
         model's type."""
         assert self._sum is not None, "no tile has been added"
         return self._sum, self._total, self._maximum
@@ -72,8 +72,9 @@ def add_needed_(
     needed: torch.Tensor,
     embeddings: torch.Tensor,
 ) -> None:
-    """Does what `expected_embedding.add_needed_` does. A program handles 64 rows and 128 columns of
-    the embeddings, and skips the blocks that none of its rows needs."""
+    """Does what `expected_embedding.add_needed_` does, without waiting for the device. A program
+    handles 64 rows and 128 columns of the embeddings, and skips the blocks that none of its rows
+    needs."""
     rows, hidden_size = sums.shape
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(hidden_size, _HIDDEN))
     _add_needed_kernel[grid](

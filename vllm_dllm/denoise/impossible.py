@@ -5,20 +5,21 @@ best guess is of the least forbidden kind.
 """
 
 LARGEST_LOGIT = 1e10
-"""Bounds the logits of all other tokens, whatever biases and penalties make of them: none comes
-near an excluded one, at any temperature."""
+"""The bound of all other tokens' logits after biases and penalties: with it, none comes near that
+of an excluded token, at any temperature."""
 
 BAD_WORD_LOGIT = -1e15
-"""A token that would complete a bad word: where each allowed token completes one, an answer keeps
-to what is allowed."""
+"""A token that would complete a bad word. Where every allowed token would, one of them is taken,
+and no token that is excluded for another reason."""
 
 MASKED_LOGIT = -1e20
 """A token that the request's sampling parameters exclude."""
 
 ILLEGAL_LOGIT = 2 * MASKED_LOGIT
-"""A token that a grammar excludes: candidates are legal where sampling parameters leave nothing
-legal."""
+"""A token that a grammar excludes. Where sampling parameters exclude all legal tokens, one of these
+is taken."""
 
 TRUNCATED_LOGIT = -1e37
-"""A token that top_k, top_p or min_p leaves out, or that does not exist; set after the temperature.
-No temperature brings another forbidden token below it, so clamping to it raises none."""
+"""A token that top_k, top_p or min_p leaves out, or that does not exist. It is set after the
+temperature. No temperature brings another forbidden token below it, so clamping to it raises
+none."""

@@ -17,7 +17,7 @@ from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, reveal_candi
 
 
 class EditTokens(NamedTuple):
-    """Token ids with a meaning to the edits."""
+    """The ids of tokens that have a meaning for edits."""
 
     mask: int
     delete: int
@@ -30,8 +30,8 @@ class Round(NamedTuple):
     canvas: torch.Tensor  # [n, C] int64
     valid: torch.Tensor | None  # [n, C] bool, positions that are part of their block; None: all
     hidden: torch.Tensor  # [n, C] bool
-    original: torch.Tensor  # [n, C] bool, hidden since the block began, or moved here from there
-    post_steps: torch.Tensor  # [n] int64, consecutive steps that found no original mask, with this
+    original: torch.Tensor  # [n, C] bool, masks that the block began with, wherever they moved
+    post_steps: torch.Tensor  # [n] int64, consecutive steps, up to this, without an original mask
     is_last: torch.Tensor  # [n] bool, reveals all and neither deletes nor inserts
 
 
@@ -45,7 +45,8 @@ def begin_round(
     most_steps: int,
     mask_id: int,
 ) -> Round:
-    """Returns what a step knows of its blocks: hidden positions, and whether it is the last."""
+    """Returns what a step knows of its blocks: which positions are hidden, which of them since the
+    block began, and whether the step is the block's last."""
     hidden = canvas == mask_id
     if valid is not None:
         hidden &= valid
@@ -66,8 +67,8 @@ def write_candidates(
     held: Held | None,  # None: no block has a grammar. Those that have are not edited
     edit_tokens: EditTokens,
 ) -> torch.Tensor:
-    """Returns [n, C] int64: the canvas with this step's candidates, delete and split tokens
-    included."""
+    """Returns [n, C] int64: the canvas with this step's candidates written, delete and split tokens
+    included. Changes no argument."""
     hidden = found.hidden
     fresh = (hidden & ~found.original).sum(dim=-1)
     shown = reveal_candidates(candidates, hidden, rules._replace(least=rules.least + fresh))
@@ -87,15 +88,15 @@ def write_candidates(
 
 
 class Moved(NamedTuple):
-    """Blocks after their tokens have moved."""
+    """Blocks after deletions and insertions."""
 
     canvas: torch.Tensor  # [n, C] int64
     original: torch.Tensor  # [n, C] bool, as in `Round`
 
 
 def delete_and_insert(found: Round, written: torch.Tensor, tokens: EditTokens) -> Moved:
-    """Carries out the delete and split tokens in `written` [n, C]. Each position of the result
-    looks up where its token comes from."""
+    """Returns the blocks after the delete and split tokens in `written` [n, C] int64 are carried
+    out. Each position of the result looks up where its token comes from."""
     is_split = written == tokens.split
     counts = 1 + is_split.long() - (written == tokens.delete).long()
     if found.valid is not None:
@@ -118,8 +119,8 @@ def fingerprint(
     canvas: torch.Tensor,  # [n, C] int64
     valid: torch.Tensor | None,  # [n, C] bool
 ) -> torch.Tensor:
-    """Returns a hash of each canvas, [n] int64. Different canvases share one with probability
-    2 ** -60."""
+    """Returns a hash of each canvas, [n] int64. Two different canvases have the same one with
+    probability 2 ** -60."""
     factors = noise.keys_from_seeds(torch.arange(canvas.shape[-1], device=canvas.device)) | 1
     terms = (canvas + 1) * factors
     return (terms if valid is None else terms * valid).sum(dim=-1)

@@ -34,7 +34,7 @@ class Penalties:
         guess: torch.Tensor,  # [C] int64, the last step's best guess; NO_TOKEN: none yet
     ) -> None:
         """Applies the penalties to rows of a canvas, in place. A row counts the emitted tokens, and
-        the guess at the positions before it."""
+        the guess at the positions before its own."""
         L, C = len(logits), len(guess)
         position = torch.arange(max(C, first + L), device=guess.device)
         is_before = position[:C] < position[first : first + L, None]
@@ -52,7 +52,8 @@ class Penalties:
             logits.sub_((generated > 0) * self.presence)
 
     def count_tokens_(self, block: torch.Tensor, is_emitted: torch.Tensor) -> None:
-        """Counts the tokens of a block [C] int64, without NO_TOKEN, where `is_emitted` [C]."""
+        """Adds the tokens of a block [C] int64 to `counts`, in place, where `is_emitted` [C] bool.
+        Skips NO_TOKEN."""
         counted = (is_emitted & (block >= 0)).to(self.counts.dtype)
         self.counts.scatter_add_(0, block.clamp(min=0), counted)
 
@@ -69,7 +70,7 @@ class LogitRules:
     bad_words: BadWords = field(default_factory=lambda: BadWords(()))  # of several tokens
 
     def __bool__(self) -> bool:
-        """Whether there is any rule."""
+        """Returns whether there is any rule."""
         several = (self.bias, self.penalties, self.excluded, self.early_stops)
         return bool(self.bad_words) or any(rule is not None for rule in several)
 
@@ -80,7 +81,8 @@ class LogitRules:
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
         guess: torch.Tensor,  # [C] int64, the last step's best guess
     ) -> None:
-        """Applies all rules but bad words of several tokens, which need the rows before."""
+        """Applies all rules in place, except bad words of several tokens, which need the rows
+        before."""
         if self.bias is not None:
             logits.add_(self.bias)
         if self.penalties is not None:
@@ -97,7 +99,8 @@ class LogitRules:
 
 
 class CanvasRules:
-    """A request's rules, applied to the rows of its canvas from left to right, some at a time."""
+    """Applies a request's rules to the rows of its canvas, from left to right, some rows at a
+    time."""
 
     def __init__(
         self,
@@ -122,7 +125,8 @@ class CanvasRules:
                 self._spelled.append(self._kept[0])
 
     def apply_(self, logits: torch.Tensor) -> None:
-        """Applies the rules to the next L rows, `logits` [L, V] fp32, in place."""
+        """Applies the rules to the next L rows, `logits` [L, V] fp32, in place. Waits for the
+        device if there are bad words of several tokens."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
         if self.rules.bad_words:
             kept, words = self._kept[self._first :], self.rules.bad_words
@@ -135,6 +139,6 @@ def exclude_below_min_p_(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled, changed in place
     min_p: torch.Tensor,  # [rows, 1] fp32, share of the largest probability; 0 = none
 ) -> None:
-    """Excludes the tokens whose probability is below `min_p` times the row's largest."""
+    """Excludes, in place, the tokens whose probability is below `min_p` times the row's largest."""
     lowest = logits.amax(dim=-1, keepdim=True) + min_p.log()
     logits.masked_fill_(logits < lowest, TRUNCATED_LOGIT)

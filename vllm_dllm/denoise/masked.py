@@ -20,7 +20,8 @@ NO_BOUND = -1.0
 
 
 class Candidates(NamedTuple):
-    """A token for each position, [n, C] or [rows], and how sure the model is of it."""
+    """A token for each position, and how sure the model is of it. All fields are [n, C] or
+    [rows]."""
 
     tokens: torch.Tensor  # int64
     probability: torch.Tensor  # fp32, of these tokens
@@ -28,7 +29,7 @@ class Candidates(NamedTuple):
 
 
 class MaskedRules(NamedTuple):
-    """Says which candidates a step reveals, for each canvas: all fields are [n]."""
+    """Says which candidates a step reveals in each canvas. All fields are [n]."""
 
     threshold: torch.Tensor  # fp32, candidates that are more probable are revealed
     least: torch.Tensor  # int64, at least this many are revealed: the surest
@@ -39,7 +40,8 @@ class MaskedRules(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Says which canvases may still change revealed tokens, and how long: all fields are [n]."""
+    """Says which canvases may still change revealed tokens, and for how many steps. All fields are
+    [n]."""
 
     is_chosen: torch.Tensor  # bool, these canvases; the others are finished when nothing is hidden
     threshold: torch.Tensor  # fp32, candidates that are more probable replace revealed tokens
@@ -75,7 +77,7 @@ class MaskedOutcome(NamedTuple):
 
 
 class Edited(NamedTuple):
-    """How far canvases with edits have come."""
+    """How many steps canvases with edits have taken, and which of them are unchanged."""
 
     steps_done: torch.Tensor  # [n] int64, see `Edits`
     unchanged: torch.Tensor  # [n] bool, finished canvases that this step has read as they are
@@ -89,7 +91,7 @@ def draw_candidates(
     judged: torch.Tensor | None = None,  # [rows, V] fp32, logits that probability and entropy are
     # taken from; None: `logits`
 ) -> Candidates:
-    """Draws a candidate for each row, and returns how sure the model is of it."""
+    """Returns a candidate for each row, and how sure the model is of it."""
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
     tokens = argmax(logits)
@@ -121,11 +123,11 @@ def masked_step(
     ahead: Ahead | None = None,  # None: nothing is revealed behind the first unfinished part
 ) -> MaskedOutcome:
     """Reveals hidden positions, replaces revealed tokens where edits allow it, and judges which
-    canvases are finished.
+    canvases are finished. Changes no argument.
 
     A canvas is finished when no position that counts is hidden. With edits, it is finished by a
-    step that found nothing hidden and nothing to change, or after `most_steps` that found nothing
-    hidden.
+    step that found nothing hidden and nothing to change, or after `most_steps` steps that found
+    nothing hidden.
     """
     hidden = ~revealed if valid is None else ~revealed & valid
     eligible = hidden if parts is None else hidden_in_first_part(hidden, parts, rules.least)
@@ -172,12 +174,12 @@ def verify_step(
     stops: torch.Tensor | None,  # as in `masked_step`
     mask_id: int,
 ) -> MaskedOutcome:
-    """Drafts and verifies canvases in turn (S2D2, arXiv 2603.25702). A canvas of masks is filled
-    with its candidates, as a draft that reveals nothing. Of a draft, the candidates are revealed up
-    to the first that differs from it, which has still seen none but accepted tokens; what is behind
-    becomes masks again.
+    """Drafts canvases, or verifies their drafts, in turn (S2D2, arXiv 2603.25702). A canvas of
+    masks is filled with its candidates, a draft that reveals nothing. In a draft, candidates are
+    revealed up to and including the first that differs from the draft: its row has seen only
+    accepted tokens. Positions behind it become masks again.
 
-    So a revealed token is drawn given the tokens before it alone, whatever was drafted.
+    So each revealed token is drawn given only the tokens before it, whatever was drafted.
     """
     hidden = ~revealed if valid is None else ~revealed & valid
     agrees = (tokens == canvas) | ~hidden
@@ -212,7 +214,8 @@ def hidden_ahead(
     parts: torch.Tensor,  # [n, C] int64
     ahead: Ahead,
 ) -> torch.Tensor:
-    """Returns [n, C] bool: the hidden positions that do not wait for an earlier part."""
+    """Returns [n, C] bool: the hidden positions in the parts that may be revealed now, the first
+    unfinished part among them."""
     if ahead.num_parts is None:
         return hidden
     first = torch.where(hidden, parts, parts.max()).amin(dim=-1, keepdim=True)
@@ -221,7 +224,7 @@ def hidden_ahead(
 
 def threshold_ahead(threshold: torch.Tensor) -> torch.Tensor:
     """Returns [n] fp32: the threshold for blocks behind an unfinished one, given `threshold` [n]
-    for others. A candidate that reaches it may be wrong a tenth as often."""
+    for the unfinished one. A candidate that reaches it is wrong a tenth as often."""
     return 1 - 0.1 * (1 - threshold)
 
 
@@ -241,8 +244,8 @@ def reveal_candidates(
     hidden: torch.Tensor,  # [n, C] bool, positions that hold the mask
     rules: MaskedRules,
 ) -> torch.Tensor:
-    """Returns [n, C] bool: the hidden positions that this step reveals. They are at least `least`
-    of each canvas, or all that it has left."""
+    """Returns [n, C] bool: the hidden positions that this step reveals. Each canvas reveals at
+    least `least`, or all that it has left."""
     confidence, bound = candidates.probability, rules.entropy_bound
     if bound is not None:
         confidence = torch.where(bound[:, None] >= 0, -candidates.entropy_nats, confidence)
@@ -265,7 +268,7 @@ def hidden_in_first_part(
     least: torch.Tensor,  # [n] int64
 ) -> torch.Tensor:
     """Returns [n, C] bool: the hidden positions of the first part that has any, and of the next
-    parts until there are `least` of them."""
+    parts until there are at least `least` positions."""
     is_earlier = parts[:, None, :] < parts[:, :, None]
     hidden_earlier = (is_earlier & hidden[:, None, :]).sum(dim=-1)
     return hidden & (hidden_earlier < least.clamp(min=1)[:, None])
@@ -276,6 +279,6 @@ def even_share(
     num_steps: torch.Tensor,  # [n] int64
     canvas_length: int | torch.Tensor,  # [n] int64
 ) -> torch.Tensor:
-    """Returns [n] int64: how many positions the coming step reveals if a canvas takes `num_steps`.
-    The first steps take the remainder."""
+    """Returns [n] int64: how many positions the coming step reveals if a canvas takes `num_steps`
+    steps. The first steps reveal one more if the positions do not divide evenly."""
     return canvas_length // num_steps + (steps_done < canvas_length % num_steps)

@@ -23,18 +23,20 @@ _STREAM_STRIDE = 0x2545F4914F6CDD1D
 
 
 def _logical_shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns int64 `x` shifted right by `bits` with zeros coming in from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Hashes int64 to int64: splitmix64's mixer."""
+    """Returns a hash of each number, int64 to int64: splitmix64's mixer."""
     x = (x ^ _logical_shift_right(x, 30)) * _MIX_1
     x = (x ^ _logical_shift_right(x, 27)) * _MIX_2
     return x ^ _logical_shift_right(x, 31)
 
 
 def keys_from_seeds(seeds: torch.Tensor) -> torch.Tensor:
-    """Returns the keys that `uniform` takes, int64 of the seeds' shape. Called once a request."""
+    """Returns the keys that `uniform` takes, int64 of the shape of `seeds`. Called once a
+    request."""
     return _mix(seeds.long() + _GOLDEN)
 
 
@@ -61,12 +63,12 @@ def uniform_tokens(
     stream: int,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Returns tokens [n, C] int64, uniform over the vocabulary."""
+    """Returns tokens [n, C] int64, uniform over the vocabulary, by the numbers of `uniform`."""
     return (uniform(keys, positions, steps, stream) * vocab_size).long()
 
 
 class StepNoise(NamedTuple):
-    """What a step of n canvases draws."""
+    """The noise that a step of n canvases uses."""
 
     candidate: torch.Tensor  # [n, C] float64 in [0, 1), by which candidates are drawn
     renoise: torch.Tensor  # [n, C] int64, tokens that replace rejected ones
@@ -86,6 +88,7 @@ class _StepDraws(NamedTuple):
 
 @lru_cache
 def _step_draws(canvas_length: int, vocab_size: int, device: torch.device) -> _StepDraws:
+    """Returns the constants of `step_noise`, once for each canvas length, vocabulary and device."""
     streams = (CANDIDATE, RENOISE, INITIAL)
     choices = (1, vocab_size, vocab_size)
 
@@ -110,8 +113,8 @@ def step_noise(
     canvas_length: int,
     vocab_size: int,
 ) -> StepNoise:
-    """Returns everything that a step draws, as `uniform` and `uniform_tokens` would, in one pass:
-    on small batches every operation costs the same, however little it does."""
+    """Returns all noise that a step draws, with the bits of `uniform` and `uniform_tokens`, in one
+    pass: on small batches every operation costs the same, however little it does."""
     draws = _step_draws(canvas_length, vocab_size, keys.device)
     origin = (keys + draws.streams).addcmul_(steps, draws.per_step)
     origin = origin.addcmul_(starts, draws.per_start).addcmul_(lengths, draws.per_length)

@@ -16,9 +16,9 @@ LEAST = 3
 REACH = 512
 """How many tokens before and behind the expected place are searched."""
 FARTHEST = 8
-"""The most tokens by which text inside a block moves."""
+"""How many tokens on or back text inside a block moves at most."""
 MOST_MOVES = 4
-"""The most parts of a block that move."""
+"""How many parts of a block move at most."""
 
 
 def next_places(position: torch.Tensor, length: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def fill_behind_end(
     length: torch.Tensor,  # [n] int64, of the whole prediction
 ) -> torch.Tensor:
     """Returns `expected` [n, C] int64 with the stop token everywhere behind the prediction's end. A
-    block that begins behind the end is left as it is: nothing is known of it."""
+    block that begins behind the end keeps what it has: nothing is known of it."""
     ends_here = (places[:, 0] <= length) & (stop_token >= 0)
     fills = (places >= length[:, None]) & ends_here[:, None]
     return torch.where(fills, stop_token[:, None], expected)
@@ -47,8 +47,9 @@ def locate_next_block(
 ) -> torch.Tensor:
     """Returns [n] int64: where the next block begins in the prediction.
 
-    That is `emitted` tokens further, unless more of the answer's last tokens, and at least `LEAST`,
-    precede another place within `REACH`. Of several such places the nearest one is taken.
+    This is `emitted` tokens behind `position`, unless the answer's last tokens match better before
+    another place within `REACH`: more of them match, and at least `LEAST`. Of several such places
+    with equally many, the nearest one is taken.
     """
     device = position.device
     expected = position + emitted
@@ -73,9 +74,9 @@ def realign_block(
     """Returns [n, C] int64: the place in the prediction of each token of the block.
 
     A part of the block, usually all the rest of it, moves a few places on or back if at least
-    `LEAST` more tokens of the guess match there. The part and the move that match most are taken
-    first, then the best of what is left; of equals the shortest move, the last beginning and the
-    last end.
+    `LEAST` more tokens of the guess match there. The part and the move that match most come first,
+    then the best of what is left. Of equal ones, the shortest move is taken, then the last
+    beginning, then the last end.
     """
     length, device = guess.shape[1], guess.device
     here = torch.arange(length, device=device)
@@ -104,7 +105,8 @@ def tokens_at(
     prediction: torch.Tensor,  # [n, L] int; NO_TOKEN behind its end
     places: torch.Tensor,  # [n, ...] int64
 ) -> torch.Tensor:
-    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN outside."""
+    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN at places outside of
+    it."""
     length = prediction.shape[1]
     inside = (places >= 0) & (places < length)
     flat = places.clamp(0, length - 1).flatten(1)

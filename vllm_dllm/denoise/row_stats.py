@@ -6,7 +6,7 @@ import torch
 
 
 class RowStats(NamedTuple):
-    """What a step knows of each row's distribution."""
+    """Statistics of each row's distribution."""
 
     best_guess: torch.Tensor  # [rows] int64, argmax
     candidate: torch.Tensor  # [rows] int64, one draw from softmax(logits)
@@ -18,7 +18,7 @@ def row_stats(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
     uniform: torch.Tensor,  # [rows] float in [0, 1)
 ) -> tuple[RowStats, torch.Tensor]:
-    """Returns statistics of every row's distribution, and softmax(logits) [rows, V].
+    """Returns statistics of every row's distribution, and softmax(logits) [rows, V] fp32.
 
     The candidate is drawn by inverting the cumulative distribution at `uniform`. This takes one
     random number per position, where Gumbel-max takes one per token of the vocabulary.
@@ -37,8 +37,8 @@ def row_stats(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the index of the first largest entry along the last axis, int64. On CPUs NumPy's
-    argmax is vectorised and torch's is not."""
+    """Returns the index of the first largest entry along the last axis, int64. On CPUs it uses
+    NumPy, whose argmax is vectorised, as torch's is not."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
@@ -62,6 +62,6 @@ def sample_by_inversion(
 
 
 def sum_dtype(terms: torch.Tensor) -> torch.dtype:
-    """Returns the dtype to sum fp32 `terms` in: float64 on GPUs, where the order of additions
-    depends on the number of canvases, which float64 keeps out of the result."""
+    """Returns the dtype to sum fp32 `terms` in. It is float64 on GPUs, where the order of additions
+    depends on the number of canvases: float64 keeps that out of the result."""
     return torch.float64 if terms.is_cuda else terms.dtype

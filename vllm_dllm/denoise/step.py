@@ -28,16 +28,17 @@ class StepRules(NamedTuple):
 
 
 class AnswerOnly(NamedTuple):
-    """Canvases that are finished once nothing up to the first stop token changes any more and the
-    model is sure of that part, or of the whole canvas: behind a short answer it usually is, and the
-    mean over few positions is harder to get below a threshold."""
+    """Says which canvases are judged by their answer alone, up to the first stop token. Such a
+    canvas is finished when nothing in the answer changes any more and the model is sure of the
+    answer or of the whole canvas. Behind a short answer it usually is, and the mean over few
+    positions is harder to get below a threshold."""
 
     is_chosen: torch.Tensor  # [n] bool
     stop_tokens: torch.Tensor  # [n, K] int64; unused places are < 0
 
 
 class LegalPaths(NamedTuple):
-    """Canvases whose best guesses are the legal path of a grammar."""
+    """Says which canvases have the legal path of a grammar as their best guess."""
 
     is_chosen: torch.Tensor  # [n] bool
     forced: torch.Tensor  # [n, C] bool, positions where the grammar leaves one token
@@ -45,9 +46,9 @@ class LegalPaths(NamedTuple):
 
 
 class CanvasState(NamedTuple):
-    """What a canvas keeps from step to step."""
+    """What n canvases keep from step to step."""
 
-    best_guess: torch.Tensor  # [n, C] int64, from the last step
+    best_guess: torch.Tensor  # [n, C] int64, of the last step
     times_repeated: torch.Tensor  # [n] int64, see `convergence.times_repeated`
     steps_done: torch.Tensor  # [n] int64
     num_steps: torch.Tensor  # [n] int64, step cap N
@@ -76,11 +77,11 @@ def denoise_step(
     constrained: LegalPaths | None = None,  # None: no canvas has a grammar
 ) -> StepOutcome:
     """Accepts candidates, renoises the other positions, and judges which canvases are finished,
-    like one pass of the reference's `_denoising_step`.
+    like one pass of the reference's `_denoising_step`. Changes no argument.
 
     Acceptance is decided anew in each step: a position accepted before can be renoised again. A
-    canvas that is revealed permanently keeps the best guesses revealed so far, and is finished when
-    nothing is hidden.
+    canvas that is revealed permanently keeps the best guesses revealed so far, and is also finished
+    when nothing is hidden.
     """
     entropy = stats.entropy_nats
     best_guess, candidate = stats.best_guess, stats.candidate
@@ -135,7 +136,8 @@ def _is_at_rest(
     rules: StepRules,
     revealing: Reveal | None,
 ) -> torch.Tensor:
-    """Returns [n] bool: canvases whose best guess has not changed for `AT_REST` steps. Those that
-    are revealed permanently are never among them: each revealed token changes the next guess."""
+    """Returns [n] bool: canvases whose best guess has not changed for `AT_REST` steps. Canvases
+    that are revealed permanently are never among them: each revealed token changes the next
+    guess."""
     at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
     return at_rest if revealing is None else at_rest & ~revealing.is_chosen

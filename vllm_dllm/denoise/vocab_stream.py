@@ -35,8 +35,8 @@ class VocabBlocks(NamedTuple):
 
 
 class VocabReader:
-    """Computes the statistics of some rows from the LM head's output, tile by tile from a shard's
-    first token on."""
+    """Computes the statistics of some rows from the LM head's output, which comes tile by tile from
+    a shard's first token on."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class VocabReader:
         self,
         output: torch.Tensor,  # [rows, Vt] the LM head's; a multiple of BLOCK wide unless the last
     ) -> tuple[torch.Tensor, VocabBlocks, torch.Tensor | None]:
-        """Returns the tile's scaled logits [rows, Vt] fp32 and what `read_blocks` does of them."""
+        """Returns the tile's scaled logits [rows, Vt] fp32, the statistics of its blocks, and the
+        weights that `read_blocks` returns."""
         logits = self._cap(output).div_(self._temperature)
         blocks, weights = read_blocks(logits, self._uniform, self._next)
         self._next += output.shape[1]
@@ -65,12 +66,13 @@ class VocabReader:
         return VocabBlocks(*(torch.cat(column, 1) for column in zip(*self._found, strict=True)))
 
     def join(self, blocks: VocabBlocks) -> RowStats:
-        """Returns the rows' statistics, from the blocks of all shards."""
+        """Returns the rows' statistics over the whole vocabulary, from the blocks of all shards."""
         return join_blocks(blocks, self._uniform)
 
 
 def within_block(uniform: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] float64 in [0, 1): the part of each draw that chooses a token in a block."""
+    """Returns [rows] float64 in [0, 1): the part of each draw that chooses a token inside a
+    block."""
     return (uniform * 2.0**_STAGE_BITS).frac()
 
 
@@ -79,7 +81,8 @@ def read_blocks(
     uniform: torch.Tensor,  # [rows] float64 in [0, 1)
     first_token: int,  # of the tile, a multiple of BLOCK
 ) -> tuple[VocabBlocks, torch.Tensor]:
-    """Returns the statistics of a tile's blocks, and exp(logit - m) [rows, B, BLOCK] fp32."""
+    """Returns the statistics of a tile's blocks, and exp(logit - m) [rows, B, BLOCK] fp32, where m
+    is the largest logit of the block."""
     rows, width = logits.shape
     padding = -width % BLOCK
     if padding:
@@ -106,7 +109,7 @@ def read_blocks(
 
 
 def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
-    """Returns statistics [rows] over the whole vocabulary, from its blocks in the order of their
+    """Returns statistics [rows] over the whole vocabulary, given its blocks in the order of their
     tokens."""
     top, where = blocks.maximum.max(dim=-1, keepdim=True)  # the first of equals
     behind = blocks.maximum - top

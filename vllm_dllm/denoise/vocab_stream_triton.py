@@ -15,8 +15,8 @@ from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
 
 
 class FusedVocabReader:
-    """Does what `VocabReader` does. It overwrites the LM head's output with the scaled logits, and
-    collects the blocks of all tiles in one set of tensors."""
+    """Does what `VocabReader` does on a GPU. Overwrites the LM head's output with the scaled
+    logits, and collects the blocks of all tiles in one set of tensors."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class FusedVocabReader:
         self,
         output: torch.Tensor,  # [rows, Vt] fp16, bf16 or fp32: the LM head's, overwritten
     ) -> tuple[torch.Tensor, VocabBlocks, None]:
-        """Returns the tile's scaled logits, in the model's type, and its blocks."""
+        """Returns the tile's scaled logits, in the model's type and in the memory of `output`, and
+        its blocks, a view of all blocks. The third result, weights, is None."""
         rows, width = output.shape
         first_block, num_blocks = self._num_read // BLOCK, triton.cdiv(width, BLOCK)
         _read_blocks_kernel[(rows, num_blocks)](
@@ -63,16 +64,16 @@ class FusedVocabReader:
         return output, VocabBlocks(*(column[:, tile] for column in self._blocks)), None
 
     def blocks(self) -> VocabBlocks:
-        """Returns the blocks of all tiles; those of tiles not read yet are not set."""
+        """Returns the blocks of all tiles. Blocks of tiles that were not read yet are not set."""
         return self._blocks
 
     def join(self, blocks: VocabBlocks) -> RowStats:
-        """Returns the rows' statistics, from the blocks of all shards."""
+        """Returns the rows' statistics over the whole vocabulary, from the blocks of all shards."""
         return join_blocks(blocks, self._uniform)
 
 
 def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
-    """Does what `vocab_stream.join_blocks` does, with a program for each row."""
+    """Returns the result of `vocab_stream.join_blocks`, computed by a program for each row."""
     rows, num_blocks = blocks.maximum.shape
     stats = RowStats(
         best_guess=torch.empty_like(blocks.best[:, 0]),

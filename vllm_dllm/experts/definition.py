@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 FP8 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of FP8
-SMALLEST_SCALE = 1 / (MOST * 512)  # of a row, as in vLLM's kernels
+SMALLEST_SCALE = 1 / (MOST * 512)  # the least scale of a row, as in vLLM's kernels
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -49,7 +49,8 @@ def mix_experts(
     activation: str,
 ) -> torch.Tensor:
     """Returns the sum over each token's experts of `weight * down(act(gate(x)) * up(x))`, [T, K] in
-    the model's type. The input of down and each expert's result are rounded to it; sums are not."""
+    the model's type. The input of down and each expert's result are rounded to that type, sums are
+    not."""
     x = round_for_product(states, experts)
     found = torch.zeros(states.shape, device=states.device)
     for expert in ids.unique().tolist():
@@ -63,15 +64,15 @@ def mix_experts(
 
 
 def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises rows [n, K]: returns e4m3 [n, K] and a scale for each row, [n, 1] fp32."""
+    """Returns rows [n, K] quantised to e4m3 [n, K], and a scale for each row, [n, 1] fp32."""
     rows = rows.float()
     scale = (rows.abs().amax(-1, keepdim=True) / MOST).clamp_min(SMALLEST_SCALE)
     return (rows / scale).to(FP8), scale
 
 
 def sort_by_expert(ids: torch.Tensor, size: int, num_experts: int) -> Assignment:
-    """Sorts the rows of `ids` [T, top_k] into blocks of `size` rows of one expert. Experts without
-    rows have no block."""
+    """Returns the rows of `ids` [T, top_k] sorted into blocks of `size` rows of one expert. Experts
+    without rows have no block."""
     padding, flat = ids.numel(), ids.flatten()
     rows, experts = [], []
     for expert in range(num_experts):
@@ -87,8 +88,8 @@ def sort_by_expert(ids: torch.Tensor, size: int, num_experts: int) -> Assignment
 
 
 def round_for_product(rows: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Returns `rows` [n, K] in fp32, rounded as the experts' products read them: to FP8 and back,
-    if these are quantised."""
+    """Returns `rows` [n, K] in fp32, rounded as the experts' products read them: to FP8 and back if
+    the experts are quantised."""
     if experts.down_scale is None:
         return rows.float()
     quantised, scale = quantise(rows)
@@ -96,7 +97,7 @@ def round_for_product(rows: torch.Tensor, experts: Experts) -> torch.Tensor:
 
 
 def dequantise_expert(experts: Experts, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns an expert's weights, gate and up [2 * N, K] and down [K, N], in fp32."""
+    """Returns an expert's weights in fp32: gate and up [2 * N, K], and down [K, N]."""
     gate_up, down = (part[expert].to(torch.float32, copy=True) for part in experts[:2])
     if experts.gate_up_scale is not None and experts.down_scale is not None:
         gate_up *= experts.gate_up_scale[expert, :, None]

@@ -21,14 +21,15 @@ import triton.language as tl
 from vllm_dllm.experts.definition import ACTIVATIONS, MOST, SMALLEST_SCALE, Assignment, Experts
 
 SIZES = (16, 32, 64, 128)  # of a block of rows
-_CHANNELS, _OUTPUTS, _SUMMED = 64, 128, 1024  # of a program of each launch
-_DEPTH_BYTES = 128  # of a row of weights, that a pass of the loop multiplies
+_CHANNELS, _OUTPUTS, _SUMMED = 64, 128, 1024  # channels that a program of each launch computes
+_DEPTH_BYTES = 128  # how much of a row of weights a pass of the loop multiplies
 _STAGES = 3  # of which two are on their way; three programs then share a processor
 _MOST, _SMALLEST_SCALE = tl.constexpr(MOST), tl.constexpr(SMALLEST_SCALE)
 
 
 def find_obstacle(hidden: int, width: int, activation: str) -> str | None:
-    """Returns why a layer of K = `hidden` and N = `width` cannot run here; None if it can."""
+    """Returns why a layer with K = `hidden` and N = `width` cannot run here. Returns None if it
+    can."""
     if activation not in ACTIVATIONS:
         return f"expected the activation {' or '.join(ACTIVATIONS)}, got {activation}"
     if width % _CHANNELS or hidden % _DEPTH_BYTES:
@@ -40,9 +41,9 @@ def find_obstacle(hidden: int, width: int, activation: str) -> str | None:
 
 
 def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
-    """Returns the size of blocks, in rows, that holds nearly every expert's rows in one block if
-    tokens choose at random: an expert with more has its weights read again. None: experts have more
-    rows on average than the largest block."""
+    """Returns the size of blocks, in rows, with which nearly every expert has one block if tokens
+    choose experts at random. An expert with more blocks has its weights read again. Returns None if
+    experts have more rows on average than the largest block."""
     mean = num_tokens * top_k / num_experts
     if mean > SIZES[-1]:
         return None
@@ -50,7 +51,7 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
 
 
 def num_warps(size: int) -> int:
-    """Returns how many warps hold the results of a block of `size` rows without spilling."""
+    """Returns how many warps can hold the results of a block of `size` rows without spilling."""
     return 8 if size >= 64 else 4
 
 
@@ -66,11 +67,11 @@ def mix_experts(
     rows: torch.Tensor,  # [T * top_k, K] the same
     output: torch.Tensor,  # [T, K] the same; may share memory with `inner`
 ) -> None:
-    """Does what `definition.mix_experts` does, into `output`. All tensors are contiguous and on one
-    device. Grids depend on shapes alone, so that a CUDA graph can capture the launches.
+    """Writes the result of `definition.mix_experts` to `output`, and overwrites `inner` and `rows`.
+    All tensors are contiguous and on one device. Grids depend on shapes alone, so that a CUDA graph
+    can capture the launches.
 
-    Raises:
-        ValueError: if the layer is `find_obstacle`.
+    Raises ValueError if `find_obstacle` finds one.
     """
     hidden, width = experts.down.shape[1:]
     if reason := find_obstacle(hidden, width, activation):

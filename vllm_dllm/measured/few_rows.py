@@ -12,11 +12,12 @@ from vllm_dllm.experts import few_rows_triton
 from vllm_dllm.experts.definition import Assignment, Experts
 
 Sizes = dict[str, int]
-"""Sizes of blocks by the rows of a step, which JSON makes strings; 0 stands for vLLM's kernel."""
+"""Sizes of blocks by the rows of a step, which are strings as in JSON; 0 means vLLM's kernel."""
 
 
 def block_size(layer: Any, num_tokens: int) -> int:
-    """Returns the size of blocks for a step of `num_tokens` rows; 0: our kernel cannot run it."""
+    """Returns the size of blocks for a step of `num_tokens` rows. Returns 0 if our kernel cannot
+    run it."""
     num_experts, hidden, width = layer.w2_weight.shape
     if not experts.is_two_products(layer):
         return 0
@@ -27,8 +28,9 @@ def block_size(layer: Any, num_tokens: int) -> int:
 
 
 def run_layer(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
-    """Runs `states` [T, K] through a layer's experts with our kernel, in blocks of `size`. Tokens
-    are spread evenly over the experts."""
+    """Returns the result of a layer's experts for `states` [T, K], computed by our kernel in blocks
+    of `size` rows. Tokens are spread evenly over the experts. The layer then runs vLLM's kernel
+    again."""
     experts.set_expert_kernel(layer, lambda call: _mix_experts(call, size))
     try:
         return experts.run_with_tiles(layer, None, states)
@@ -37,9 +39,9 @@ def run_layer(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
 
 
 def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
-    """Makes layers run our kernel in steps for which it was faster. `sizes`: by vLLM's name of the
-    file of a layer's tiles. A step runs what the nearest number of rows that was timed says, as
-    vLLM picks tiles. Compiles the kernels, for which requests would wait later."""
+    """Makes layers run our kernel in steps for which it was faster, and compiles it now, so that no
+    request waits for that. `sizes`: by vLLM's name of the file of a layer's tiles. A step runs what
+    was fastest for the nearest timed number of rows, as vLLM picks tiles."""
     compiled = set()
     for layer in experts.find_expert_layers(modules):
         file = experts.tiles_file_name(layer)
@@ -55,13 +57,15 @@ def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
 
 
 def _compute_if_chosen(sizes: Sizes, call: ExpertCall) -> bool:
-    """Computes a call if our kernel is the faster one for its rows. Returns whether it did."""
+    """Computes a call if our kernel was faster for the nearest timed number of rows. Returns
+    whether it did."""
     nearest = min(sizes, key=lambda rows: abs(int(rows) - len(call.states)))
     return sizes[nearest] > 0 and _mix_experts(call, sizes[nearest])
 
 
 def _mix_experts(call: ExpertCall, size: int) -> bool:
-    """Computes a call with our kernel, in blocks of `size` rows. Returns that it did."""
+    """Computes a call with our kernel, in blocks of `size` rows, into the call's output. Returns
+    True."""
     few_rows_triton.mix_experts(
         call.states,
         call.state_scale,

@@ -20,8 +20,8 @@ RESULT = "measured.json"
 
 
 def result_folder(vllm_config: VllmConfig) -> Path:
-    """Returns the folder for this GPU, driver, versions, model and server. It may not exist yet.
-    All processes of a server get the same one."""
+    """Returns the folder for this GPU, driver, versions, model and server. All processes of a
+    server get the same one. It may not exist yet."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     assert vllm_config.diffusion_config is not None
     parts = {
@@ -46,7 +46,8 @@ def result_folder(vllm_config: VllmConfig) -> Path:
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Returns what was written as `RESULT`. None: nothing yet, or it cannot be read."""
+    """Returns what was written as `RESULT` in the folder `path`. Returns None if nothing was, or it
+    cannot be read."""
     try:
         found = json.loads((path / RESULT).read_text())
     except (OSError, ValueError):
@@ -55,8 +56,9 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, name: str, value: Any) -> None:
-    """Writes `value` as JSON to the file `name` in the folder `path`, whole or not at all, even if
-    others write it, too. Raises OSError."""
+    """Writes `value` as JSON to the file `name` in the folder `path`, which it makes if needed. The
+    file is written whole or not at all, even if others write it, too. Raises OSError if it cannot
+    be written."""
     path.mkdir(parents=True, exist_ok=True)
     partial = path / f".{name}.{os.getpid()}"
     partial.write_text(json.dumps(value, indent=1))

@@ -20,9 +20,10 @@ _APART = 2.0**-5  # share of a tensor's root mean square: another order of sums 
 
 
 def gpu_clock(run: Callable[[], Any]) -> float:
-    """Returns the median time of `run` in ms, as in a step: replayed from a CUDA graph, because the
-    host takes longer to launch a layer's experts than the GPU to compute them, and with a cold L2
-    cache, because other layers come in between. `run` must have run before."""
+    """Returns the median time of `run` in ms, replayed from a CUDA graph and with a cold L2 cache,
+    as in a step. Without a graph, the host takes longer to launch a layer's experts than the GPU to
+    compute them. The cache is cold because other layers come in between. `run` must have run
+    before."""
     from triton.testing import do_bench
 
     graph = torch.cuda.CUDAGraph()
@@ -33,25 +34,27 @@ def gpu_clock(run: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times candidates until its time is over."""
+    """Times candidates until `until`."""
 
     clock: Clock = gpu_clock
     until: float = float("inf")  # `time.monotonic()` after which nothing is timed
 
     @classmethod
     def for_seconds(cls, seconds: float, clock: Clock) -> "Stopwatch":
-        """Makes a stopwatch whose time begins now."""
+        """Returns a stopwatch whose time begins now."""
         return cls(clock, time.monotonic() + seconds)
 
     @property
     def is_over(self) -> bool:
+        """Returns whether the time for measurements is over."""
         return time.monotonic() >= self.until
 
     def time_candidates(
         self, what: str, candidates: Mapping[Name, Callable[[], torch.Tensor]]
     ) -> dict[Name, float]:
         """Returns the ms of each candidate that runs and agrees with the first one, which is in use
-        now; the log names the others. Empty if the first one does not run, or the time is over."""
+        now. Logs the others and why they are left out. Returns nothing if the first one does not
+        run, or the time is over before all are timed. Waits for the device."""
         times: dict[Name, float] = {}
         expected: torch.Tensor | None = None
         for name, run in candidates.items():
@@ -73,7 +76,7 @@ class Stopwatch:
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results differ by no more than rounding: root mean squares are compared."""
+    """Returns whether two results differ by no more than rounding, judged by root mean squares."""
     if found.shape != expected.shape or not found.isfinite().all():
         return False
     off = (found - expected).square().mean().sqrt()
@@ -81,6 +84,6 @@ def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def fastest(times: Mapping[Name, float]) -> Name:
-    """Returns the first candidate that is as fast as the best, up to the ratio `EQUAL`."""
+    """Returns the first candidate whose time is at most `EQUAL` times the best one."""
     best = min(times.values())
     return next(name for name, ms in times.items() if ms <= best * EQUAL)

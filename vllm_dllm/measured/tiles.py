@@ -28,8 +28,8 @@ class FastestExperts(NamedTuple):
     """What runs layers of experts fastest, by vLLM's name of the file of their tiles."""
 
     tables: dict[str, Table]
-    ours: dict[str, Sizes]  # of layers that our kernel is faster for
-    gains: list[str]  # in words
+    ours: dict[str, Sizes]  # only of layers for which our kernel is faster at some size
+    gains: list[str]  # how much is gained, in words for the log
 
 
 def measure_experts(
@@ -37,8 +37,8 @@ def measure_experts(
     rows: Sequence[int],  # of steps
     stopwatch: Stopwatch,
 ) -> FastestExperts:
-    """Times one layer of each shape, and returns what is fastest for each of `rows`. Layers of one
-    shape share vLLM's file of tiles, by whose name the results are kept."""
+    """Times one layer of each shape, and returns what is fastest for each number of `rows`. Layers
+    of one shape share vLLM's file of tiles, whose name is the key of the results."""
     tables: dict[str, Table] = {}
     ours: dict[str, Sizes] = {}
     gains = []
@@ -65,8 +65,8 @@ def measure_experts(
 
 
 def _tiles_by_name(layer: Any, number: int) -> dict[str, dict[str, int]]:
-    """Returns the tiles in use and those that we ship, by name; none if the layer's kernel takes no
-    tiles. `number`: rows of a step."""
+    """Returns the tiles in use and those that we ship, by name. Returns none if the layer's kernel
+    takes no tiles. `number`: rows of a step."""
     if not experts.has_tunable_tiles(layer):
         return {}
     in_use = experts.tiles_in_use(layer, number)
@@ -77,7 +77,7 @@ def _candidates(
     layer: Any, number: int, own_tiles: dict[str, dict[str, int]], size: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Returns functions that run a layer with `number` rows, by name: the kernel in use with each
-    of its tiles, and, if `size` is not 0, ours."""
+    of its tiles, and ours if `size` is not 0."""
     weight = layer.w2_weight
     states = torch.randn(number, layer.hidden_size, device=weight.device).to(layer.params_dtype)
     candidates: dict[str, Callable[[], torch.Tensor]] = {

@@ -37,9 +37,9 @@ from vllm_dllm.quantization.config import adapt_quant_config
 
 
 def num_rotary_positions(vllm_config: VllmConfig) -> int:
-    """Returns the rows of the tables of rotary embeddings: the positions that a request can reach,
-    and a canvas more, which the context's end may cut off. All 262,144 of the 26B model would take
-    400 MB in bf16."""
+    """Returns how many rows the tables of rotary embeddings have: the positions that a request can
+    reach, and those of one more canvas, which the context's end may cut off. All 262,144 of the 26B
+    model would take 400 MB in bf16."""
     model_config = vllm_config.model_config
     served = vllm_config.diffusion_config or model_config.hf_config
     reached = model_config.max_model_len + served.canvas_length
@@ -50,10 +50,10 @@ def num_rotary_positions(vllm_config: VllmConfig) -> int:
     ImageProcessor, info=ImageProcessingInfo, dummy_inputs=ImageDummyInputs
 )
 class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal, SupportsQuant):
-    """transformers' `DiffusionGemmaForBlockDiffusion`.
+    """The class that transformers calls `DiffusionGemmaForBlockDiffusion`, for vLLM.
 
-    The vision tower is loaded only where images are served: not without an image processor's
-    settings in the checkpoint, and not with `--limit-mm-per-prompt '{"image": 0}'`.
+    The vision tower is loaded only if the checkpoint has an image processor's settings, and
+    `--limit-mm-per-prompt` allows images or videos.
     """
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -72,12 +72,14 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Returns our `ModelState`; imported late because it needs the model runner."""
+        """Returns our `ModelState`, imported late because it needs the model runner."""
         from vllm_dllm.step.runner.model_state import DiffusionModelState
 
         return DiffusionModelState
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Builds the layers. Changes `vllm_config` in place: its text config and quantisation
+        config."""
         super().__init__()
         model_config = vllm_config.model_config
         text_config = model_config.hf_text_config
@@ -117,15 +119,15 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str:
-        """Returns the text that stands for an image or a video in a prompt."""
+        """Returns the text that an image or a video has in a prompt."""
         return VIDEO if modality == "video" else IMAGE  # no other modality gets here
 
     def get_language_model(self) -> nn.Module:
         return self.model
 
     def embed_multimodal(self, **images: Any) -> list[torch.Tensor]:
-        """Returns the embeddings [tokens, H] of each of n images or videos, which `ImageProcessor`
-        has made the tensors `images` of."""
+        """Returns the embeddings [tokens, H] of each of n images or videos, from the tensors that
+        `ImageProcessor` made of them."""
         assert self.vision_tower is not None and self.embed_vision is not None
         if "frame_patches" in images:
             images = video_frames.as_images(images)
@@ -142,8 +144,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         *,
         is_multimodal: torch.Tensor | None = None,  # [T] bool, on the host
     ) -> torch.Tensor:
-        """Returns embeddings [T, H]: those of tokens, scaled by sqrt(H), and in the rows of images
-        `multimodal_embeddings`."""
+        """Returns embeddings [T, H]: those of tokens, scaled by sqrt(H), and
+        `multimodal_embeddings` in the rows where `is_multimodal`."""
         embeddings = self.model.embed_input_ids(input_ids)
         if multimodal_embeddings:
             assert is_multimodal is not None
@@ -170,10 +172,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         )
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Returns soft-capped logits [rows, V] fp32 (None on ranks that do not sample), or the
-        hidden states, see `sampler_reads_hidden_states`.
+        """Returns soft-capped logits [rows, V] fp32, or None on ranks that do not sample. Returns
+        the hidden states themselves if `sampler_reads_hidden_states`.
 
-        The cap is applied in fp32, as the reference does: in a 16-bit type tanh near the cap would
+        The cap is applied in fp32, as the reference does. In a 16-bit type, tanh near the cap would
         round the leading tokens together.
         """
         if self.sampler_reads_hidden_states():
@@ -182,12 +184,11 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         return None if logits is None else self.cap_logits(logits)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a transformers state dict, or a quantised one; encoder and decoder names address
-        one set of weights.
+        """Loads a transformers state dict, or a quantised one, and returns the names of the loaded
+        parameters. Encoder and decoder names address one set of weights.
 
-        Raises:
-            ValueError: names a tensor that is missing, unknown, of another shape or type, not all
-                numbers, or an impossible scale.
+        Raises ValueError, naming the tensor, if one is missing, unknown, of another shape or type,
+        not all numbers, or an impossible scale.
         """
         mapper = self.hf_to_vllm_mapper
         if self.config.tie_word_embeddings:
@@ -235,8 +236,9 @@ _CLIPPING_BOUNDS = (".input_min", ".input_max", ".output_min", ".output_max")
 class _WeightReader:
     """Passes on a checkpoint's weights, checks them, and keeps track of the position.
 
-    Refuses layers whose scalar differs between encoder and decoder. transformers ties all layer
-    weights of the two but keeps two copies of `layer_scalar`, a buffer; one backbone holds one.
+    Iterating raises ValueError for a wrong tensor, and for a layer whose scalar differs between
+    encoder and decoder. transformers ties all layer weights of the two but keeps two copies of
+    `layer_scalar`, a buffer. The one backbone here has one copy.
     """
 
     def __init__(
@@ -251,6 +253,8 @@ class _WeightReader:
         self.position = "before the first weight"
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the checkpoint's names and weights, each checked before. Raises ValueError for a
+        wrong one."""
         scalars: dict[str, torch.Tensor] = {}
         for name, weight in self._weights:
             self.position = f"at {name} of shape {list(weight.shape)}"

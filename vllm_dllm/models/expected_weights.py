@@ -26,9 +26,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 
-_MOST_NAMED = 8
+_MOST_NAMED = 8  # missing tensors that an error names
 FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded
-_BY_CHANNEL = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+_BY_CHANNEL = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}  # with a scale for each channel
 
 
 class TensorSpec(NamedTuple):
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
     """The fused linear whose parts must share its value: vLLM uses one for all of them."""
 
     def find_mismatch(self, tensor: torch.Tensor) -> str | None:
-        """Returns how `tensor` differs in type or shape, in words; None: it fits."""
+        """Returns how `tensor` differs in type or shape, in words. Returns None if it fits."""
         if tensor.dtype not in self.dtypes:
             expected = " or ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
             return f"its type must be {expected}, got {str(tensor.dtype).removeprefix('torch.')}"
@@ -74,8 +74,8 @@ class ExpectedWeights:
         self._first_of_fused: dict[str, tuple[str, float]] = {}
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ValueError if a tensor does not fit, belongs to a layer that has no use for it, or
-        holds an impossible scale."""
+        """Marks the tensor as found. Raises ValueError if it does not fit, belongs to a layer that
+        has no use for it, or holds an impossible scale."""
         if complaint := describe_wrong_scale(name.rpartition(".")[2], tensor):
             raise ValueError(complaint)
         expected = self._expected.get(name)
@@ -110,7 +110,7 @@ class ExpectedWeights:
 
 
 def checkpoint_name(name: str) -> str:
-    """Returns transformers' name of our model's tensor `name`."""
+    """Returns the name that transformers gives to our model's tensor `name`."""
     if name.startswith("self_conditioning."):
         return f"model.decoder.{name}"
     if name.startswith(("vision_tower.", "embed_vision.")):
@@ -233,8 +233,8 @@ def _fused_parts(
 def _expert_tensors(
     name: str, module: RoutedExperts, scheme: str
 ) -> Iterator[tuple[str, TensorSpec]]:
-    """Yields the tensors of the experts that this rank holds: of each expert its own, and
-    unquantised ones also as one tensor for all experts."""
+    """Yields the tensors of the experts that this rank holds. Unquantised ones may also come as one
+    tensor for all experts."""
     config, expert_map = module.moe_config, module.expert_map
     count, hidden, inner = config.num_experts, config.hidden_dim_unpadded, config.intermediate_size
     local = [e for e in range(count) if expert_map is None or expert_map[e] >= 0]
@@ -256,8 +256,8 @@ _E4M3_NAN = 0x7F  # and with the sign; the type has no infinity
 
 
 def describe_non_finite(weight: torch.Tensor) -> str | None:
-    """Returns what to say of a checkpoint's tensor that holds NaN or infinity; None: it is finite.
-    Most tensors are read once: their sum is finite."""
+    """Returns what to say of a checkpoint's tensor that holds NaN or infinity; None if it is
+    finite. A finite sum shows that, so most tensors are read once."""
     if weight.is_meta:
         return None
     if weight.dtype == torch.float8_e4m3fn:
@@ -285,8 +285,8 @@ SCALES = {
 
 
 def describe_wrong_scale(kind: str, tensor: torch.Tensor) -> str | None:
-    """Returns what to say of a scale that is not a positive number, those of groups (e4m3)
-    included. None for right ones, for other kinds of tensors, and on the meta device."""
+    """Returns what to say of a scale, or scales of groups, that are not positive finite numbers.
+    Returns None for right ones, for other kinds of tensors, and on the meta device."""
     if kind not in SCALES or tensor.is_meta or not tensor.is_floating_point():
         return None
     values = tensor.float()

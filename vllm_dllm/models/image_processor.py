@@ -45,19 +45,18 @@ IMAGE, VIDEO = "<|image|>", "<|video|>"
 
 
 class ImageProcessingInfo(BaseProcessingInfo):
-    """Answers vLLM's questions about a checkpoint's images, before it sees any."""
+    """Answers vLLM's questions about a checkpoint's images and videos, before any is sent."""
 
     def get_hf_config(self) -> DiffusionGemmaConfig:
         return self.ctx.get_hf_config(DiffusionGemmaConfig)
 
     @cached_property
     def image_processor(self) -> Gemma4ImageProcessorPil | None:
-        """Makes patches of images. None for a model without vision, or if no processor can be
-        loaded.
+        """Returns the processor that makes patches of images. Returns None for a model without
+        vision, or if no processor can be loaded.
 
-        Raises:
-            ValueError: --mm-processor-kwargs has another option than `max_soft_tokens`, or the
-                processor does not fit the vision tower.
+        Raises ValueError if --mm-processor-kwargs has another option than `max_soft_tokens`, or the
+        processor does not fit the vision tower.
         """
         if self.get_hf_config().vision_config is None:
             return None
@@ -76,7 +75,8 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def frame_processor(self) -> Gemma4ImageProcessorPil:
-        """Makes patches of the frames of videos, for a checkpoint that has an `image_processor`."""
+        """Returns the processor that makes patches of videos' frames, for a checkpoint that has an
+        `image_processor`. Raises ValueError if it does not fit the vision tower."""
         model_config = self.ctx.model_config
         processor = video_frames.load_frame_processor(model_config.model, model_config.revision)
         _check_fits_tower(processor, self.get_hf_config().vision_config)
@@ -84,18 +84,21 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def video_token_id(self) -> int | None:
-        """The token of a video's frames. None: the tokenizer has none, or there is no tokenizer."""
+        """Returns the token of a video's frames. None without a tokenizer, or if it has no such
+        token."""
         tokenizer = self.ctx.tokenizer
         return None if tokenizer is None else tokenizer.get_vocab().get(VIDEO)
 
     @property
     def most_tokens_in_one_piece(self) -> int:
-        """The tokens of the longest image or frame, with the marks around it."""
+        """Returns how many tokens the longest image or frame has, with the marks around it."""
         assert self.image_processor is not None
         processors = (self.image_processor, self.frame_processor)
         return 2 + max(processor.max_soft_tokens for processor in processors)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Returns how many images and videos a prompt may have; None where the server sets a limit
+        itself."""
         if self.image_processor is None:
             return {}
         limits = self.ctx.get_mm_config().limit_per_prompt
@@ -115,6 +118,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
+        """Returns the most tokens of an image and of a video, without marks and times."""
         if self.image_processor is None:
             return {}  # asked of a server that takes a cache from another one, too
         frames = self.frame_processor
@@ -133,7 +137,8 @@ class ImageProcessingInfo(BaseProcessingInfo):
 def _load_image_processor(
     model: str, revision: str | None, most_tokens: int | None
 ) -> Gemma4ImageProcessorPil | None:
-    """Loads a checkpoint's image processor; None, with a line in the log, if it has none."""
+    """Returns a checkpoint's image processor. Returns None, with a line in the log, if it has
+    none."""
     options: dict[str, Any] = {"revision": revision or "main"}
     if most_tokens is not None:
         options["max_soft_tokens"] = most_tokens
@@ -162,7 +167,7 @@ def _check_fits_tower(processor: Gemma4ImageProcessorPil, tower: PretrainedConfi
 
 
 class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
-    """Makes the largest input, for vLLM to plan memory for."""
+    """Makes the largest inputs, by which vLLM plans memory."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return IMAGE * mm_counts.get("image", 0) + VIDEO * mm_counts.get("video", 0)
@@ -173,7 +178,7 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
         mm_counts: Mapping[str, int],
         mm_options: MultiModalDummyOptions,
     ) -> MultiModalDataDict:
-        """Makes the largest images and videos of a prompt."""
+        """Returns the largest images and videos of a prompt."""
         if self.info.image_processor is None:
             return {}
         frames = self.info.frame_processor
@@ -189,8 +194,8 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
 
 
 def _largest_size(processor: Gemma4ImageProcessorPil) -> dict[str, int]:
-    """Returns width and height of the image with most tokens, in pixels: a strip of squares, one
-    for each token, because no other shape fills the budget exactly."""
+    """Returns width and height, in pixels, of the image with most tokens. It is a strip of squares,
+    one for each token, because no other shape fills the budget exactly."""
     unit = _pixels_a_token(processor)
     return {"width": unit * processor.max_soft_tokens, "height": unit}
 
@@ -201,13 +206,13 @@ def _pixels_a_token(processor: Gemma4ImageProcessorPil) -> int:
 
 
 class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
-    """Makes patches of a request's images and videos, and room for them in its prompt."""
+    """Makes patches of a request's images and videos, and puts their tokens into its prompt."""
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Makes the vision tower's inputs of a prompt's images and videos.
+        """Returns the vision tower's inputs, made of a prompt's images and videos.
 
-        Raises:
-            VLLMValidationError: the request has options of its own, or an image has a wrong size.
+        Raises VLLMValidationError if the request has processor options of its own, or an image has
+        a wrong size.
         """
         check_no_processor_options(options)
         made: dict[str, Any] = {}
@@ -245,16 +250,19 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         return images | video_frames.field_configs(made["num_frames"])
 
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
-        """Returns what replaces the one token that stands for an image or a video in a prompt."""
+        """Returns which tokens replace the one token of each image or video in a prompt."""
         config, video_token_id = self.info.get_hf_config(), self.info.video_token_id
 
         def image_tokens(index: int) -> PromptUpdateDetails:
+            """Returns the tokens that replace the image of this index: marks and image tokens."""
             count = int(processed["image"][index]["num_image_tokens"].data)
             image = [config.image_token_id] * count
             tokens = [config.boi_token_id, *image, config.eoi_token_id]
             return PromptUpdateDetails.select_token_id(tokens, config.image_token_id)
 
         def video_tokens(index: int) -> PromptUpdateDetails:
+            """Returns the tokens that replace the video of this index, see
+            `video_frames.prompt_tokens`."""
             encode = partial(self.info.get_tokenizer().encode, add_special_tokens=False)
             tokens = video_frames.prompt_tokens(
                 processed["video"][index],
@@ -280,6 +288,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
 
 def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> None:
-    """Raises VLLMValidationError for an image of a wrong size, if the processor does not scale."""
+    """Raises VLLMValidationError for an image of a wrong size, in pixels, if the processor does not
+    scale."""
     if not processor.do_resize:
         check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)

@@ -27,14 +27,15 @@ class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        """Runs the layers, after `BlockRouting` has learnt the blocks of the step's rows."""
         if self.routing is not None:
             self.routing.number_blocks(positions)
         return super().forward(input_ids, positions, *args, **kwargs)
 
 
 class BlockRouting:
-    """Selects experts as LLaDA2.2 does: the rows of a block select `expert_capacity` of them
-    together, and each row its own from these.
+    """Selects experts as LLaDA2.2 does. The rows of a block together select `expert_capacity`
+    experts, and each row selects its own among them.
 
     Legend: T = rows, E = experts.
     """
@@ -47,7 +48,7 @@ class BlockRouting:
         self.blocks = torch.zeros(max_num_tokens, dtype=torch.int64)
 
     def number_blocks(self, positions: torch.Tensor) -> None:
-        """Numbers the blocks of a step's rows, from their `positions` [T] int64 in their
+        """Writes the block of each row of a step to `blocks`. `positions`: [T] int64, in their
         requests."""
         begins = positions % self.block_length == 0
         begins[1:] |= positions[1:] != positions[:-1] + 1
@@ -64,7 +65,8 @@ class BlockRouting:
         bias: torch.Tensor,  # [E] fp32, takes part in the choice alone
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights [T, topk] fp32 and experts [T, topk] int64. An expert's score for a block
-        is its best score for any row of the block."""
+        is its best score for any row of the block. `number_blocks` must have been called for the
+        step."""
         scores = gating_output.float().sigmoid()
         biased = scores + bias
         blocks = self.blocks[: scores.shape[0], None]

@@ -15,7 +15,7 @@ from vllm_dllm.quantization.config import adapt_masked_quant_config
 
 
 class MaskedModel:
-    """Mixed into vLLM's class of the same layers, before it."""
+    """Mixed into vLLM's class of the same layers, before that class."""
 
     lm_head: Any
     config: Any
@@ -28,6 +28,8 @@ class MaskedModel:
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Builds the layers with attention that knows blocks. Adapts the quantisation config in
+        place."""
         vllm_config.quant_config = adapt_masked_quant_config(vllm_config.quant_config)
         lora_config = vllm_config.lora_config
         if current_platform.is_cpu():  # where adapters leave experts as they are
@@ -37,7 +39,7 @@ class MaskedModel:
         vllm_config.lora_config = lora_config
 
     def get_model_state_cls(self) -> type:
-        """Returns the family's `ModelState`; imported late because it needs the model runner."""
+        """Returns the family's `ModelState`, imported late because it needs the model runner."""
         from vllm_dllm.step.masked.masked_state import state_class
 
         family = family_of(type(self).__name__, self.config)
@@ -45,18 +47,21 @@ class MaskedModel:
         return state_class(family)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a checkpoint's tensors. Raises ValueError if one is missing."""
+        """Loads a checkpoint's tensors, and returns the names of those loaded. Raises ValueError if
+        one is missing."""
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
         loaded = self.load_named_weights(complete.rename_and_count(weights))
         complete.check_complete(loaded)
         return loaded
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads weights that have vLLM's names."""
+        """Loads weights that have the names of vLLM's class, and returns the names of those
+        loaded."""
         return super().load_weights(weights)  # type: ignore[misc]
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
-        """Returns this rank's first token, and the LM head's weights [n, H] from there on."""
+        """Returns the first token of this rank's vocabulary, and the LM head's weights [n, H] from
+        it on."""
         return self.lm_head.shard_indices.org_vocab_start_index, self.lm_head.weight
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:

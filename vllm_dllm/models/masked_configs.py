@@ -13,18 +13,19 @@ from transformers import (
 
 
 class _Blocks:
-    """Mixed into the configuration of the layers."""
+    """Mixed into the configuration of a model's layers. Adds the block."""
 
     block_size: int
 
     @property
     def canvas_length(self) -> int:
-        """The tokens of a block, under the name by which vLLM knows diffusion models."""
+        """Returns how many tokens a block has, under the name by which vLLM knows diffusion
+        models."""
         return self.block_size
 
 
 class SDARConfig(_Blocks, Qwen3Config):
-    """SDAR and TraDo."""
+    """The configuration of SDAR and TraDo."""
 
     model_type = "sdar"
 
@@ -33,6 +34,8 @@ class SDARConfig(_Blocks, Qwen3Config):
 
 
 class SDARMoeConfig(_Blocks, Qwen3MoeConfig):
+    """The configuration of SDAR with experts."""
+
     model_type = "sdar_moe"
 
     block_size: int = 4
@@ -40,6 +43,8 @@ class SDARMoeConfig(_Blocks, Qwen3MoeConfig):
 
 
 class FastDLLMQwenConfig(Qwen2Config):
+    """The configuration of Fast-dLLM v2, whose checkpoints call the block's tokens `bd_size`."""
+
     model_type = "Fast_dLLM_Qwen"
 
     bd_size: int = 32
@@ -47,10 +52,14 @@ class FastDLLMQwenConfig(Qwen2Config):
 
     @property
     def canvas_length(self) -> int:
+        """Returns how many tokens a block has, under the name by which vLLM knows diffusion
+        models."""
         return self.bd_size
 
 
 class NemotronLabsDiffusionConfig(_Blocks, Ministral3Config):
+    """The configuration of Nemotron-Labs-Diffusion."""
+
     model_type = "nemotron_labs_diffusion"
 
     block_size: int = 32
@@ -59,8 +68,8 @@ class NemotronLabsDiffusionConfig(_Blocks, Ministral3Config):
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:
-        """How queries grow with their position, under the name that vLLM's layers read. None: they
-        do not."""
+        """Returns how queries grow with their position, under the name that vLLM's layers read.
+        Returns None if they do not grow."""
         rope = self.rope_parameters
         if "llama_4_scaling_beta" not in rope:
             return None
@@ -70,7 +79,7 @@ class NemotronLabsDiffusionConfig(_Blocks, Ministral3Config):
 
 
 class LLaDA2MoeConfig(_Blocks, PretrainedConfig):
-    """LLaDA2.0 to 2.2."""
+    """The configuration of LLaDA2.0 to 2.2."""
 
     model_type = "llada2_moe"
 
@@ -116,6 +125,7 @@ class LLaDA2MoeConfig(_Blocks, PretrainedConfig):
     mask_token_id: int = 156895
 
     def __post_init__(self, **kwargs: Any) -> None:
+        """Removes the sliding window of a checkpoint that does not use it."""
         if not self.use_sliding_window:  # vLLM looks at the window alone
             self.sliding_window = None
         super().__post_init__(**kwargs)

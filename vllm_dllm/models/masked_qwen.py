@@ -9,12 +9,13 @@ from vllm_dllm.models.masked import MaskedModel
 
 
 class SDARForCausalLM(MaskedModel, Qwen3ForCausalLM):
-    """SDAR and TraDo."""
+    """The model of SDAR and TraDo, with the layers of Qwen3."""
 
 
 class SDARMoeForCausalLM(MaskedModel, Qwen3MoeForCausalLM):
-    """SDAR with experts."""
+    """The model of SDAR with experts, with the layers of Qwen3's mixtures of experts."""
 
 
 class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
-    """Fast-dLLM v2, whose rows have the next token's logits."""
+    """The model of Fast-dLLM v2, with the layers of Qwen2. Its rows have the next token's
+    logits."""

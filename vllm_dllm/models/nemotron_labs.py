@@ -13,8 +13,9 @@ _NAMES = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head
 
 
 class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
-    """Named as in the checkpoints' own modeling_nemotron_labs_diffusion.py. Causal rows, such as a
-    prompt's, have the next token's logits."""
+    """The model that checkpoints call by this name in their own
+    modeling_nemotron_labs_diffusion.py. Causal rows, such as a prompt's, have the next token's
+    logits."""
 
     names = _NAMES
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES  # of quantised layers, too

@@ -7,7 +7,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 
 class SelfConditioning(nn.Module):
-    """`post_norm(e + down(gelu_tanh(gate(u)) * up(u)))`, `u = pre_norm(soft)`.
+    """Computes `post_norm(e + down(gelu_tanh(gate(u)) * up(u)))` with `u = pre_norm(soft)`.
 
     Source: transformers' `DiffusionGemmaSelfConditioning`. `post_norm` has no weight and changes
     embeddings even for a zero signal, so prefill and commit rows must not use the result.

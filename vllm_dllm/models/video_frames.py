@@ -25,8 +25,9 @@ _DEFAULTS = {"max_soft_tokens": 70, "num_frames": MAX_FRAMES}
 
 @lru_cache(maxsize=4)
 def load_frame_processor(model: str, revision: str | None) -> Gemma4ImageProcessorPil:
-    """Returns the processor that makes patches of frames, by the settings of the checkpoint's video
-    processor. It has `num_frames`, the most of a video."""
+    """Returns the processor that makes patches of frames, with the settings of the checkpoint's
+    video processor. Its `num_frames` is the most frames of a video. Raises OSError if the settings
+    cannot be read."""
     written, _ = BaseVideoProcessor.get_video_processor_dict(model, revision=revision or "main")
     return Gemma4ImageProcessorPil(**(_DEFAULTS | written))
 
@@ -36,8 +37,8 @@ def make_patches(
     processor: Gemma4ImageProcessorPil,
     check_size: Callable[[int, int], None],  # of a frame, width and height
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of n videos by name. Those of frames hold the frames of all videos, one
-    after another."""
+    """Returns the tensors of n videos by name. Tensors of frames hold the frames of all videos in
+    order. Raises what `check_size` does for a frame of a wrong size."""
     patches, positions, seconds, num_frames, num_tokens = [], [], [], [], []
     for frames, metadata in videos.get_all():
         seen, times = sample_frames(frames, metadata, processor.num_frames)
@@ -78,8 +79,9 @@ def prompt_tokens(
     frame_token: int,
     end: int,
 ) -> list[int]:
-    """Returns the tokens that stand for one video in a prompt: of each frame its time, the begin
-    mark, the frame's tokens and the end mark."""
+    """Returns the tokens that replace one video in a prompt: for each frame its time, the `begin`
+    mark, the frame's tokens and the `end` mark. `encode`: the tokenizer's, without special
+    tokens."""
     frame = [begin, *[frame_token] * int(video["num_frame_tokens"].data), end]
     times = map(format_timestamp, video["frame_seconds"].data.tolist())
     return list(
@@ -90,7 +92,7 @@ def prompt_tokens(
 
 
 def as_images(videos: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of `make_patches` under the names that images' tensors have."""
+    """Returns the tensors of `make_patches` under the names that the tensors of images have."""
     return {
         "patches": videos["frame_patches"],
         "patch_positions": videos["frame_positions"],

@@ -18,9 +18,10 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionMLP
 
 
 class InPlaceMLP(Gemma4VisionMLP):
-    """transformers' MLP with its widest product written over its first factor.
+    """transformers' MLP, which writes its widest product over the first factor.
 
-    On CPUs a new tensor of that size comes from the kernel, page by page: 5% of the tower's time.
+    On CPUs a new tensor of that size comes from the kernel, page by page, which takes 5% of the
+    tower's time.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,7 @@ class InPlaceMLP(Gemma4VisionMLP):
 
 
 def build_tower(config: DiffusionGemmaConfig, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """Makes the vision tower and the projection behind it, without their weights."""
+    """Returns the vision tower and the projection behind it, without their weights."""
     with no_init_weights():
         tower = AutoModel.from_config(config.vision_config, dtype=dtype)
         projection = DiffusionGemmaMultimodalEmbedder(config.vision_config, config.text_config)
@@ -46,6 +47,6 @@ def encode_images(
     num_tokens: Sequence[int],  # [n] soft tokens of each image
 ) -> list[torch.Tensor]:
     """Returns the embeddings of each image, [num_tokens[i], H]. The tower drops the padding and
-    returns the tokens of all images on end, so `num_tokens` must be those of the patches."""
+    returns the tokens of all images in one tensor, so `num_tokens` must be those of the patches."""
     states = tower(pixel_values=patches, pixel_position_ids=positions).last_hidden_state
     return list(projection(states).split(list(num_tokens)))

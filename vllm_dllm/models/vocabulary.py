@@ -21,14 +21,14 @@ _FP16_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
 def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
-    """Whether vLLM's shards for the tensor-parallel ranks begin at multiples of `BLOCK`, so that
-    draws do not depend on the number of ranks. The last block may be incomplete."""
+    """Returns whether vLLM's shards for the tensor-parallel ranks begin at multiples of `BLOCK`, so
+    that draws do not depend on the number of ranks. The last block may be incomplete."""
     return num_ranks == 1 or pad_vocab_size(vocab_size) // num_ranks % BLOCK == 0
 
 
 class Vocabulary:
-    """The vocabulary of a model with Gemma's names: `model.embed_tokens`, `model.normalizer`,
-    `lm_head`, `config`."""
+    """Reads the vocabulary of a model that has Gemma's names: `model.embed_tokens`,
+    `model.normalizer`, `lm_head`, `config`."""
 
     config: Any
     model: Any
@@ -36,17 +36,18 @@ class Vocabulary:
 
     @property
     def softcap(self) -> float | None:
+        """Returns the bound of the logits' soft cap. None: they are not capped."""
         return self.config.final_logit_softcapping
 
     def cap_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns a soft-capped fp32 copy of the LM head's output."""
+        """Returns a soft-capped fp32 copy of the LM head's output [rows, V]."""
         capped, cap = logits.to(torch.float32, copy=True), self.softcap
         return capped if cap is None else capped.div_(cap).tanh_().mul_(cap)
 
     @cached_property
     def streams_vocabulary(self) -> bool:
-        """Whether the sampler may read the vocabulary tile by tile. If a large one prevents that,
-        logs why."""
+        """Returns whether the sampler may read the vocabulary tile by tile. Logs why not if the
+        vocabulary is large."""
         if self.config.vocab_size < STREAMED_FROM:
             return False
         obstacle = self._obstacle_to_streaming()
@@ -59,7 +60,7 @@ class Vocabulary:
         return obstacle is None
 
     def _obstacle_to_streaming(self) -> str | None:
-        """Returns why a large vocabulary cannot be read tile by tile; None: it can."""
+        """Returns why a large vocabulary cannot be read tile by tile. Returns None if it can."""
         for layer in (self.model.embed_tokens, self.lm_head):
             weight = getattr(layer, "weight", None)  # packed ones have other names
             # The types in which products with the embeddings are computed.
@@ -74,7 +75,8 @@ class Vocabulary:
         return None
 
     def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
-        """Returns this rank's first token, and the embeddings [n, H] from there on."""
+        """Returns the first token of this rank's vocabulary, and the embeddings [n, H] from it
+        on."""
         shard = self.model.embed_tokens.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         return first, self.model.embed_tokens.weight[: end - first]
@@ -87,8 +89,8 @@ class Vocabulary:
         return self.lm_head.weight[: len(embeddings)]
 
     def gather_shards(self, columns: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Gathers columns of all ranks' shards, in the order of their tokens: each [rows, B] ->
-        [rows, B of all ranks]."""
+        """Returns columns of all ranks' shards, in the order of their tokens: each [rows, B]
+        becomes [rows, B of all ranks]. All ranks must call it."""
         columns, group = tuple(columns), get_tp_group()
         if group.world_size == 1:
             return columns
@@ -102,7 +104,8 @@ class Vocabulary:
         weight: torch.Tensor,  # [rows] fp32, of exp(logit - maximum)
         maximum: torch.Tensor,  # [rows] fp32
     ) -> torch.Tensor:
-        """Returns what `soft_embeddings` does, from sums over this rank's shard."""
+        """Returns the result of `soft_embeddings` [rows, H] from sums over each rank's shard. All
+        ranks must call it."""
         group = get_tp_group()
         if group.world_size > 1:
             top = group.all_gather(maximum[:, None], dim=1).amax(dim=1)
@@ -117,8 +120,8 @@ class Vocabulary:
         hidden: torch.Tensor,  # [rows, H]
         tokens: torch.Tensor,  # [rows] int64
     ) -> torch.Tensor:
-        """Returns the soft-capped logit [rows] fp32 of each row's token; MASKED_LOGIT where that is
-        < 0."""
+        """Returns the soft-capped logit [rows] fp32 of each row's token. Returns MASKED_LOGIT for a
+        token < 0. All ranks must call it."""
         first, _ = self.vocabulary_shard()
         weight, place = self.lm_head_shard(), tokens - first
         is_here = (place >= 0) & (place < len(weight))
@@ -133,7 +136,8 @@ class Vocabulary:
         tokens: torch.Tensor,  # [rows, k] int64
         probs: torch.Tensor,  # [rows, k] fp32
     ) -> torch.Tensor:
-        """Returns what `soft_embeddings` does [rows, H] if all other tokens have probability 0."""
+        """Returns the result of `soft_embeddings` [rows, H] if all other tokens have probability 0.
+        All ranks must call it."""
         first, weight = self.vocabulary_shard()
         place = tokens - first
         is_here = (place >= 0) & (place < len(weight))
@@ -153,11 +157,12 @@ class Vocabulary:
         logits: torch.Tensor,  # [rows, V] fp32, divided by the step's temperature
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
-        """Returns `softmax(logits) @ E * sqrt(H)` [rows, H], the next step's self-conditioning
-        input.
+        """Returns `softmax(logits) @ E * sqrt(H)` [rows, H] in the model's dtype, which the next
+        step's self-conditioning reads.
 
         The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
-        again. The vocabulary may be sharded over the tensor-parallel ranks.
+        again. The vocabulary may be sharded over the tensor-parallel ranks: then all ranks must
+        call it.
         """
         weight = self.model.embed_tokens.weight
         if weight.dtype != logits.dtype:

@@ -18,15 +18,15 @@ PREFIX = "vllm_dllm."
 
 @dataclass
 class _Blocks:
-    """What is counted of a request's blocks between steps."""
+    """The counts of a request's blocks that are kept between steps."""
 
-    began_s: float = 0.0  # of the canvas that the request is at; monotonic clock
-    accepted: int = 0  # positions, summed over its steps
-    num_finished: int = 0
+    began_s: float = 0.0  # monotonic clock, when the current canvas' first step was scheduled
+    accepted: int = 0  # positions accepted in the current canvas, summed over its steps
+    num_finished: int = 0  # blocks
 
 
 class SystemIds:
-    """OpenTelemetry's generator of ids, by the operating system's random numbers."""
+    """Generates OpenTelemetry's ids from the operating system's random numbers."""
 
     def generate_span_id(self) -> int:
         return secrets.randbits(64) or 1
@@ -39,9 +39,11 @@ class SystemIds:
 
 
 class BlockSpans:
-    """Makes the spans, in the engine of a server that traces: vLLM has set up OpenTelemetry."""
+    """Makes a span for each finished block, in the engine of a server for which vLLM has set up
+    OpenTelemetry."""
 
     def __init__(self) -> None:
+        """Imports OpenTelemetry, and replaces the tracer's generator of ids."""
         # Not installed everywhere.
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -59,8 +61,8 @@ class BlockSpans:
         row: CanvasRow,
         began_s: float,  # monotonic clock, when the step was scheduled
     ) -> None:
-        """Counts a denoise step of `request`, and makes the span of its block if the step finished
-        it. Called before the step's output is made."""
+        """Counts a denoise step of `request`. If the step finished the block, makes the block's
+        span. Called before the step's output is made."""
         blocks = self._blocks.setdefault(request, _Blocks())
         if row.step == 1:
             blocks.began_s, blocks.accepted = began_s, 0
@@ -81,9 +83,9 @@ class BlockSpans:
         blocks.num_finished += 1
 
     def _parent_context(self, request: Request, start_ns: int) -> Any:
-        """Returns the trace context of the span around the request's blocks: the client's, or one
-        that begins a trace. vLLM sends trace headers back with each output, and its own span of the
-        request follows them."""
+        """Returns the trace context that the request's blocks belong to: the client's, or that of a
+        new root span, which is written into `request.trace_headers`. vLLM sends these headers with
+        each output, and its own span of the request follows them."""
         headers = dict(request.trace_headers or {})
         if "traceparent" not in headers:
             root = self._tracer.start_span(ROOT, start_time=start_ns)

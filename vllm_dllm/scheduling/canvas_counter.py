@@ -30,11 +30,9 @@ class CanvasCounter:
         *,
         joins_canvases: bool,
     ) -> None:
-        """`canvas_width`: returns the width of the canvas that a request is at, in tokens.
-        `spans`: None where the server does not trace.
-        `joins_canvases`: blocks are prefilled next to their successors, not in forwards of their
-        own.
-        """
+        """`canvas_width`: returns the width of a request's current canvas, in tokens. `spans`: None
+        where the server does not trace. `joins_canvases`: whether blocks are prefilled next to
+        their successors, not in forwards of their own."""
         self._canvas_width, self._spans = canvas_width, spans
         self._joins_canvases = joins_canvases
         self._counts = CanvasCounts()
@@ -42,7 +40,8 @@ class CanvasCounter:
         self._committed: set[str] = set()  # requests whose block this step committed by itself
 
     def count_request(self, acceptance: str) -> None:
-        """Counts a new request by its acceptance rule, or by its mode if it verifies drafts."""
+        """Counts a new request by `acceptance`: its acceptance rule, or its mode if it verifies
+        drafts."""
         self._counts.requests[acceptance] += 1
 
     def count_step(
@@ -51,9 +50,9 @@ class CanvasCounter:
         output: ModelRunnerOutput,
         requests: Mapping[str, Request],  # those that are not over
     ) -> None:
-        """Counts a step's canvases, for the metrics, for each request's `usage` and for its spans.
-        Called once a step, before requests are updated: `count_emitted_block` reads what it
-        found."""
+        """Counts a step's canvases for the metrics, for each request's `usage` and for its spans.
+        Called once a step, before requests are updated: `count_emitted_block` reads which requests'
+        blocks this step committed."""
         self._committed.clear()
         if scheduled.total_num_scheduled_tokens == 0:
             return
@@ -71,7 +70,8 @@ class CanvasCounter:
                 self._committed.add(request_id)
 
     def _count_denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
-        """Counts a denoise step of one canvas, and the block if the step finished it."""
+        """Counts a denoise step of one canvas, and the block if the step finished it. `request` is
+        None if it is over. `began`: monotonic clock, when the step was scheduled."""
         counts = self._counts
         counts.denoise_steps += 1
         counts.accepted_positions += row.accepted
@@ -91,27 +91,27 @@ class CanvasCounter:
             counts.canvases_cut += row.length < self._canvas_width(request)
 
     def count_emitted_block(self, request: Request, *, spares_commit: bool) -> None:
-        """Counts how a block of `request` is committed: in a forward of its own, shared with the
-        next canvas, or, if `spares_commit`, in none."""
+        """Counts how a block of `request` is committed. This is in a forward of its own, in one
+        that it shares with the next canvas, or in none if `spares_commit`."""
         spared = "none" if spares_commit else "shared" if self._joins_canvases else "own"
         has_own = request.request_id in self._committed
         self._counts.commits["own" if has_own else spared] += 1
 
     def pop_counts(self) -> CanvasCounts:
-        """Returns what was counted since the last call."""
+        """Returns what was counted since the last call, and starts counting anew."""
         counts, self._counts = self._counts, CanvasCounts()
         return counts
 
 
 class CountedScheduling(SchedulerHooks):
-    """Mixed into a scheduler. Counts canvases if vLLM logs statistics, and always the commits that
-    were not run, because vLLM's clients compute with them."""
+    """Mixed into a scheduler. Counts canvases if vLLM logs statistics. Always counts the commits
+    that were spared, because vLLM's clients compute with them."""
 
     counter: CanvasCounter | None = None  # None: vLLM logs no statistics
     spared_commits: list[int]  # widths of canvases, until they are in the statistics
 
     def start_counting(self, family: CanvasFamily) -> None:
-        """Makes the counter; comes before all other methods."""
+        """Makes the counter if vLLM logs statistics. Called before all other methods."""
         self.spared_commits = []
         if not self.log_stats:
             return
@@ -131,9 +131,9 @@ class CountedScheduling(SchedulerHooks):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Adds the counts, and each spared commit as a step: vLLM's clients compute the denoise
-        steps as all steps minus one commit per canvas. This includes a last block that was
-        committed because its end was not foreseen (`requests/ends.py`)."""
+        """Adds the counts to vLLM's statistics, and each spared commit as a step: vLLM's clients
+        compute the denoise steps as all steps minus one commit per canvas. A last block that was
+        committed because its end was not foreseen (`requests/ends.py`) counts as spared, too."""
         if spec_decoding_stats is not None:
             for width in self.spared_commits:
                 spec_decoding_stats.observe_draft(width, num_accepted_tokens=0)

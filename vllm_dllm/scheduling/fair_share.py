@@ -19,23 +19,23 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.scheduler import http_request_id
 from vllm_dllm.config.extension import RequestLimits
 
-_CANVASES_ON_CPUS = 2
+_CANVASES_ON_CPUS = 2  # the default of `FairShare.canvases` on CPUs
 REMEMBERED_STEPS = 32
-"""For this many steps after others were last there, a request takes no more than its share."""
+"""For this many steps after another HTTP request was last there, one takes only its share."""
 
 
 class FairShare:
-    """Chooses the requests that leave a step to those of other HTTP requests."""
+    """Chooses the requests that leave a step to other HTTP requests."""
 
     def __init__(self, canvases: int, places: int) -> None:
-        """`canvases`: most of one HTTP request in a step that others share; `places`: most of one
-        HTTP request that run at a time."""
+        """`canvases`: most canvases of one HTTP request in a step that others share. `places`: most
+        requests of one HTTP request that run at a time."""
         self.canvases, self.places = canvases, places
         self._steps_alone = REMEMBERED_STEPS
 
     @classmethod
     def from_config(cls, config: VllmConfig, limits: RequestLimits) -> "FairShare":
-        """Takes the limits as set, or for this device and `--max-num-seqs`."""
+        """Returns the limits that are set, or defaults for this device and `--max-num-seqs`."""
         most = config.scheduler_config.max_num_seqs
         default = _CANVASES_ON_CPUS if current_platform.is_cpu() else max(1, most // 4)
         canvases = limits.canvases or default
@@ -43,25 +43,28 @@ class FairShare:
 
     def sitting_out(self, running: Sequence[Request], waiting: Iterable[Request]) -> list[Request]:
         """Returns running requests that leave the next step to others. Called once a step, before
-        `held_back`."""
+        `held_back`: it counts the steps since others were last there."""
         names = _http_requests(running)
         is_shared = len({*names, *_http_requests(waiting)}) > 1
         self._steps_alone = 0 if is_shared else self._steps_alone + 1
         return _over_limit(self.canvases, running, names, Counter()) if self._is_shared else []
 
     def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
-        """Returns waiting requests that must not start in the next step."""
+        """Returns waiting requests that must not start in the next step. Called after
+        `sitting_out`."""
         counts, waiting = Counter(_http_requests(running)), list(waiting)
         most = self.canvases if self._is_shared else self.places
         return _over_limit(most, waiting, _http_requests(waiting), counts)
 
     @property
     def _is_shared(self) -> bool:
-        """Whether others share the step that is about to be scheduled, or may come any moment."""
+        """Returns whether other HTTP requests share the step that is about to be scheduled, or did
+        in the last `REMEMBERED_STEPS` steps and may come back any moment."""
         return self._steps_alone < REMEMBERED_STEPS
 
 
 def _http_requests(requests: Iterable[Request]) -> list[str]:
+    """Returns the id of the HTTP request that each request belongs to."""
     return [http_request_id(request.request_id) for request in requests]
 
 
@@ -69,7 +72,7 @@ def _over_limit(
     most: int, requests: Sequence[Request], names: Sequence[str], counts: Counter[str]
 ) -> list[Request]:
     """Returns the requests that come after the first `most` of their HTTP request. `names`: the
-    HTTP request of each; `counts`: of each HTTP request, how many come before; changed."""
+    HTTP request of each. `counts`: how many come before, by HTTP request; changed in place."""
     found = []
     for request, name in zip(requests, names, strict=True):
         counts[name] += 1

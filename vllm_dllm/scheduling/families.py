@@ -14,7 +14,7 @@ from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
 class CanvasFamily(ABC):
-    """The canvases of a kind of models."""
+    """Answers the scheduler's questions about the canvases of one kind of model."""
 
     is_seeded = False
     """Whether a canvas' first token is known before its first step."""
@@ -34,33 +34,33 @@ class CanvasFamily(ABC):
 
     @abstractmethod
     def canvas_width(self, request: Request) -> int:
-        """Returns the tokens of the canvas that `request` is at, or of the one that follows its
-        tokens so far."""
+        """Returns how many tokens the current canvas of `request` has, or the next one if a block
+        just ended."""
 
     def num_recomputed(self, num_known: int) -> int:
         """Returns how many of the `num_known` known tokens each step computes anew until their
-        block is finished, because they see positions that may change."""
+        block is finished, because they see positions that may change. Returns 0 in this class."""
         return 0
 
     def is_partial_block(self, request: Request) -> bool:
-        """Whether the canvas that `request` is at shares its block with the prompt: the next one is
-        wider."""
+        """Returns whether the current canvas of `request` shares its block with the prompt, so that
+        the next canvas is wider."""
         return False
 
     def waits_for_first_token(self, num_known: int) -> bool:
-        """Whether the canvas behind `num_known` known tokens must wait for the forward of the last
-        one, which predicts its first token."""
+        """Returns whether the canvas behind `num_known` known tokens must wait for the forward of
+        the last known token, which predicts the canvas' first one."""
         return self.is_seeded and num_known % self.canvas_length == 0
 
     def placeholders_after_block(self, request: Request, joins_commits: bool) -> list[int]:
-        """Returns the draft placeholders of the canvas after a block that `request` has just got;
-        `request.spec_token_ids` are still the block's. `joins_commits`: the next step prefills the
-        block."""
+        """Returns the draft placeholders of the next canvas, for a `request` that has just got a
+        block and whose `spec_token_ids` are still the block's. Empty if the next step must first
+        sample the canvas' first token. `joins_commits`: the next step prefills the block."""
         width = 0 if self.is_seeded and joins_commits else self.canvas_width(request)
         return list(request.spec_token_ids[:width])
 
     def may_narrow(self, request: Request) -> bool:
-        """Whether the canvas of a running request may be narrower than its placeholders."""
+        """Returns whether the canvas of a running request may be narrower than its placeholders."""
         return False
 
 
@@ -73,9 +73,11 @@ class UniformCanvases(CanvasFamily):
         self.fits_canvases = extension.fit_canvas
 
     def check_server(self, block_size: int) -> None:
-        """Accepts every server."""
+        """Does nothing: every server's settings suit these canvases."""
 
     def canvas_width(self, request: Request) -> int:
+        """Returns vLLM's width, narrowed to the tokens that may still come if the request fits
+        canvases."""
         width: int = stock_canvas_width(request, self.canvas_length)
         if fits_canvases(request.sampling_params):
             width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
@@ -121,8 +123,8 @@ class CausalBlocks(MaskedCanvases):
 
 
 class AlignedBlocks(MaskedCanvases):
-    """Canvases of models whose tokens all see their whole block. Blocks are counted from the
-    request's first token, so its first canvas may share its block with the prompt."""
+    """Canvases of models whose tokens see their whole block. Blocks are counted from the request's
+    first token, so the first canvas may share its block with the prompt."""
 
     def canvas_width(self, request: Request) -> int:
         return self.canvas_length - int(request.num_tokens) % self.canvas_length
@@ -142,7 +144,8 @@ class AlignedBlocks(MaskedCanvases):
 
 
 def canvas_family(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
-    """Makes the family of the served model. `canvas_length`: see `CanvasFamily`."""
+    """Returns the family of the served model. `canvas_length`: of the served canvases, in
+    tokens."""
     masked = MaskedConfig.if_masked(vllm_config)
     if masked is None:
         return UniformCanvases(vllm_config, canvas_length)

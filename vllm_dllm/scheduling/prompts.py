@@ -10,15 +10,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 class HeldPromptScores:
-    """Holds a prompt's log-probabilities back until the request's first block: vLLM expects them
+    """Holds a prompt's log-probabilities back until the request's first block. vLLM expects them
     with the first tokens, which other models sample in the prompt's last step."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, tuple[Any, Any]] = {}
 
     def delay(self, output: ModelRunnerOutput, requests: Container[str]) -> None:
-        """Removes prompt log-probabilities from a step's output, and adds the held ones of requests
-        that get their first tokens with it. `requests`: ids of those that are not over."""
+        """Takes prompt log-probabilities out of a step's `output`, in place. Puts earlier ones back
+        for requests that get their first tokens with this output. `requests`: ids of requests that
+        are not over; the log-probabilities of others are dropped."""
         scores = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
         for request_id in {*scores[0], *scores[1]}:
             self._by_request[request_id] = tuple(s.pop(request_id, None) for s in scores)
@@ -34,9 +35,9 @@ class HeldPromptScores:
 
 
 def end_before_image(features: Sequence[MultiModalFeatureSpec], end: int) -> int:
-    """Returns `end`, a position in a prompt, or the start of the image or frame around it, with its
-    marks. An image's tokens see each other both ways, so they are computed in one piece: no step
-    and no cached prefix may end inside."""
+    """Returns `end`, a position in a prompt, or the first position of the image or frame that it is
+    inside of, marks included. An image's tokens see each other both ways, so they are computed in
+    one piece: no step and no cached prefix may end inside."""
     for feature in features:
         position = feature.mm_position
         if position.offset < end < position.offset + position.length:
@@ -49,8 +50,9 @@ def end_before_image(features: Sequence[MultiModalFeatureSpec], end: int) -> int
 def append_blocks(
     output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
 ) -> None:
-    """Adds cache blocks, [KV cache groups][blocks], to what a planned step tells the worker of a
-    request. None: nothing is added."""
+    """Adds cache blocks to what a planned step tells the worker of a request, in place.
+    `block_ids`: [KV cache groups][blocks], or None, which adds nothing. Raises ValueError if the
+    step does not schedule the request."""
     if block_ids is None:
         return
     for new in output.scheduled_new_reqs:
@@ -65,6 +67,8 @@ def append_blocks(
 def _join_block_ids(
     before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
 ) -> tuple[list[int], ...]:
+    """Returns the block ids of each KV cache group, `before` and then `added`. None: there were
+    none."""
     if before is None:
         return added
     return tuple([*group, *more] for group, more in zip(before, added, strict=True))

@@ -39,9 +39,11 @@ logger = init_logger(__name__)
 
 class CanvasScheduling(CountedScheduling):
     """Mixed into both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
-    that class' accounting sees the canvases that are added here."""
+    that class' accounting sees the canvases that are added here. Most methods are hooks of
+    `compat.scheduler.SchedulerHooks`, which vLLM's scheduler calls during a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError if the server's settings do not suit the model's canvases."""
         super().__init__(*args, **kwargs)
         self.set_block_check(BlockCheck)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
@@ -52,13 +54,14 @@ class CanvasScheduling(CountedScheduling):
         self.joins_commits = joins_commits(self.vllm_config)
         # Ids of requests, by what the latest step did to them.
         self._committed: frozenset[str] = frozenset()  # it finished and committed their block
-        self._verified: frozenset[str] = frozenset()  # of these, it verified a draft
+        self._verified: frozenset[str] = frozenset()  # it verified a draft of theirs
         self._cut: frozenset[str] = frozenset()  # their grammar closed the answer before its end
         self.start_counting(self.family)
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
-        """Adds to the options of a request what this scheduler will do with it."""
+        """Adds a request, and writes what this scheduler will do with it into its options for the
+        worker."""
         params = request.sampling_params
         if (options := load_options(params)) is not None:
             fitted = options.narrowing(params.max_tokens, self.num_spec_tokens)
@@ -85,14 +88,15 @@ class CanvasScheduling(CountedScheduling):
         return self.fair_share.held_back(self.running, self.waiting) if self.waiting else []
 
     def prefill_end(self, request: Request, end: int) -> int:
-        """Returns `end`, or the start of the image that it is inside of."""
+        """Returns `end`, or the first position of the image that it is inside of."""
         return end_before_image(request.mm_features, end)
 
     # --- a prompt and its first canvas ------------------------------------------------------
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Adds to a planned step the canvas of every request whose prefill it completes, if the
-        token budget and the KV cache have room for it. Otherwise the next step holds it."""
+        """Adds the canvas of every request whose prefill a planned step completes to the step, in
+        place. A canvas for which the token budget or the KV cache has no room waits for the next
+        step."""
         if not self.family.joins_canvases:
             return
         most_tokens = min(
@@ -133,8 +137,8 @@ class CanvasScheduling(CountedScheduling):
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
 
     def _drop_partial_canvas(self, output: SchedulerOutput, request: Request) -> int:
-        """Removes a canvas that follows prefilled tokens and only partly fits the budget. Returns
-        how many tokens that frees."""
+        """Removes from a planned step, in place, a canvas that follows prefilled tokens and only
+        partly fits the budget. Returns how many tokens that frees; 0 if nothing is removed."""
         request_id = request.request_id
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_tokens = output.num_scheduled_tokens[request_id]
@@ -148,21 +152,22 @@ class CanvasScheduling(CountedScheduling):
         return num_drafts
 
     def uncount_recomputed(self, output: SchedulerOutput, request: Request) -> None:
-        """Takes back from `num_computed_tokens` the known tokens of a block that is not finished:
-        they see positions that may change, so the next step computes them again."""
+        """Lowers the request's `num_computed_tokens` by the known tokens of an unfinished block.
+        They see positions that may change, so the next step computes them again."""
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
         known = request.num_computed_tokens - num_drafts
         request.num_computed_tokens -= self.family.num_recomputed(known)
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Holds prompt log-probabilities back until the request's first tokens."""
+        """Holds prompt log-probabilities back until the request's first tokens. Changes `output` in
+        place."""
         self._prompt_scores.delay(output, self.requests)
 
     # --- finished blocks --------------------------------------------------------------------
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """Counts the commit of a block after which `request` goes on, and sets where the next step
-        computes from and how wide the next canvas is."""
+        """Counts the commit of a block after which `request` goes on. Sets `num_computed_tokens`,
+        from which the next step computes, and the placeholders of the next canvas."""
         is_committed = request.request_id in self._committed
         is_verified = request.request_id in self._verified
         if self.counter is not None:
@@ -180,8 +185,8 @@ class CanvasScheduling(CountedScheduling):
         request.spec_token_ids = self.family.placeholders_after_block(request, joins_commit)
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        """Caches the keys and values of the block that `request` ended with, of which it keeps the
-        first `num_kept` tokens, or leaves them out because no forward has committed them."""
+        """Enters the last block of a `request` into the prefix cache if a forward has committed it,
+        else leaves it out. The request keeps the block's first `num_kept` tokens."""
         if self.counter is not None:
             self.counter.count_emitted_block(request, spares_commit=True)
         if request.num_computed_tokens == 0:
@@ -203,7 +208,7 @@ class CanvasScheduling(CountedScheduling):
             )
 
     def is_cut(self, request: Request) -> bool:
-        """Whether a grammar closed the answer because its tokens ran out."""
+        """Returns whether a grammar closed the answer because its tokens ran out."""
         return request.request_id in self._cut
 
     # --- a step's numbers -------------------------------------------------------------------
@@ -211,7 +216,8 @@ class CanvasScheduling(CountedScheduling):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Counts the step's canvases, and notes which requests' blocks it committed."""
+        """Notes which requests' blocks the step committed, verified or cut, and counts its
+        canvases. Then has vLLM update the requests, and returns its outputs."""
         numbers, req_ids = get_canvas_numbers(model_runner_output), model_runner_output.req_ids
         verified, committed, cut = (
             ((), (), ())
@@ -236,7 +242,8 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
     knows_draft_tokens = True  # only vLLM's own grammars need to see them
 
     def output_counted(self, output: SchedulerOutput) -> None:
-        """Sets the next step's draft placeholders: the canvas, whose tokens are on the device."""
+        """Sets the draft placeholders of the next step's canvases, whose tokens are on the device,
+        and takes back known tokens that it computes again."""
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
@@ -249,7 +256,7 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
     """Schedules each step before the tokens of the one before are known."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedules a step. Draft placeholders of running requests are first narrowed from the
+        """Schedules a step. First narrows the draft placeholders of running requests from the
         served canvas to the tokens that may still come."""
         for request in self.running:
             if self.family.may_narrow(request):
@@ -257,8 +264,8 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
         return super().schedule(*args, **kwargs)
 
     def sitting_out(self) -> list[Request]:
-        """Adds requests whose canvas shares its block with the prompt, while a step of it runs: if
-        that step finishes the canvas, the next one is wider."""
+        """Returns what its parent does, and requests whose running canvas shares its block with the
+        prompt. If the step finishes such a canvas, the next one is wider."""
         waiting_for_block = [
             request
             for request in self.running
@@ -276,8 +283,9 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> CanvasScheduling:
-    """Makes the scheduler. It is the `scheduler_cls` of our models (`serving_config`): when that is
-    set, vLLM has not yet decided whether to schedule asynchronously."""
+    """Returns the scheduler. This is the `scheduler_cls` of our models (`serving_config`): when
+    that is set, vLLM has not yet decided whether to schedule asynchronously. The process then ends
+    with its parent."""
     end_with_parent()  # this is the engine's process
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = CanvasAsyncScheduler if is_async else CanvasScheduler

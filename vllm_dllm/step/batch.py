@@ -18,23 +18,23 @@ from vllm_dllm.step.slots import Index, index_of
 
 @dataclass(frozen=True)
 class CanvasBatch:
-    """n requests with a canvas; `rows` = their canvas positions, one after another.
+    """n requests with a canvas. Its rows are their canvas positions, one canvas after another.
 
-    A canvas is shorter than C when the request asked for that or `max_model_len` cuts it off; it
-    then has fewer rows.
+    A canvas has fewer than C rows if its request asked for a shorter one or `max_model_len` cuts it
+    off.
     """
 
     canvas_length: int  # C
     requests_np: np.ndarray  # [n] int64, indices in the batch
     slots_np: np.ndarray  # [n] int64, slots of those requests
     lengths_np: np.ndarray  # [n] int64, canvas positions of each request, 1..C
-    requests: torch.Tensor  # [n] int64
+    requests: torch.Tensor  # [n] int64, `requests_np` on the device, like the next two
     slots: torch.Tensor  # [n] int64
     lengths: torch.Tensor  # [n] int64
-    first_rows: torch.Tensor  # [n] int64
-    first_tokens: torch.Tensor  # [n] int64, of the batch: where each canvas' rows begin there
-    request_index: Index
-    slot_index: Index
+    first_rows: torch.Tensor  # [n] int64, the row of each canvas' first position
+    first_tokens: torch.Tensor  # [n] int64, the batch's token that each canvas begins with
+    request_index: Index  # of `requests`
+    slot_index: Index  # of `slots`
     cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
     tokens: torch.Tensor | None  # [rows] int64, row -> token of the batch; None: rows = tokens
 
@@ -42,8 +42,8 @@ class CanvasBatch:
     def build(
         cls, input_batch: InputBatch, canvas_length: int, device: torch.device
     ) -> "CanvasBatch":
-        """Builds the batch of a step's canvases. Canvases often lie where those of the step before
-        did: the same batch is then returned again."""
+        """Builds the batch of a step's canvases. Returns the same object again for canvases that
+        lie where those of an earlier step did."""
         lengths = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
         return cls.from_last_rows(input_batch, lengths, canvas_length, device)
 
@@ -55,7 +55,8 @@ class CanvasBatch:
         canvas_length: int,
         device: torch.device,
     ) -> "CanvasBatch":
-        """Builds a batch of the last `lengths[i]` rows of each request i."""
+        """Builds a batch of the last `lengths[i]` rows of each request i. Requests with length 0
+        are left out."""
         num_reqs = input_batch.num_reqs
         return cls._build(
             lengths.astype(np.int64).tobytes(),
@@ -75,7 +76,8 @@ class CanvasBatch:
         canvas_length: int,
         device: torch.device,
     ) -> "CanvasBatch":
-        """Builds a batch from int64 arrays that are bytes, which can be keys of the cache."""
+        """Builds the batch of `from_last_rows`. Its arrays, int64, come as bytes, which can be keys
+        of the cache."""
         of_all = np.frombuffer(lengths_of_all, dtype=np.int64)
         bounds = np.frombuffer(query_start_loc, dtype=np.int64)
         requests = np.flatnonzero(of_all > 0)
@@ -115,8 +117,8 @@ class CanvasBatch:
 
     @classmethod
     def of_whole_canvases(cls, slots: torch.Tensor, canvas_length: int) -> "CanvasBatch":
-        """Builds the batch of a step of whole canvases alone, in slots [n] int64 that only the
-        device knows."""
+        """Builds the batch of a step that has n whole canvases and no other rows. Only the device
+        knows their slots [n] int64, so `slots_np` is empty."""
         n = len(slots)
         requests = torch.arange(n, device=slots.device)
         first_rows = requests * canvas_length
@@ -142,14 +144,14 @@ class CanvasBatch:
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
-        """Returns [n, C] bool: positions that are part of their canvas. None: all are."""
+        """Returns [n, C] bool: positions that are part of their canvas. Returns None if all are."""
         if self.cells is None:
             return None
         positions = torch.arange(self.canvas_length, device=self.lengths.device)
         return positions < self.lengths[:, None]
 
     def rows_of(self, i: int) -> slice:
-        """Returns the rows of canvas i."""
+        """Returns the slice of the rows of canvas i."""
         end = int(self.row_ends_np[i])
         return slice(end - int(self.lengths_np[i]), end)
 
@@ -159,20 +161,21 @@ class CanvasBatch:
         return np.cumsum(self.lengths_np)
 
     def expand_to_rows(self, per_request: torch.Tensor) -> torch.Tensor:
-        """Repeats each request's value for its rows: [n, ...] -> [rows, ...]."""
+        """Returns each request's value for each of its rows: [n, ...] -> [rows, ...]."""
         if self.cells is None:
             shape = (self.num_canvases, self.canvas_length, *per_request.shape[1:])
             return per_request[:, None].expand(shape).flatten(0, 1)
         return per_request[self.cells // self.canvas_length]
 
     def flatten(self, grid: torch.Tensor) -> torch.Tensor:
-        """Returns the values of rows alone: [n, C, ...] -> [rows, ...]."""
+        """Returns the values at rows, without positions that are not part of their canvas: [n, C,
+        ...] -> [rows, ...]."""
         flat = grid.flatten(0, 1)
         return flat if self.cells is None else flat[self.cells]
 
     def unflatten(self, rows: torch.Tensor) -> torch.Tensor:
-        """Spreads rows over canvases: [rows, ...] -> [n, C, ...], zero at positions that are not
-        part of their canvas."""
+        """Returns the values of rows by canvas and position: [rows, ...] -> [n, C, ...]. Positions
+        that are not part of their canvas are 0. May be a view of `rows`."""
         if self.cells is not None:
             size = self.num_canvases * self.canvas_length
             rows = rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, self.cells, rows)

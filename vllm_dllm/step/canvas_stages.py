@@ -17,16 +17,17 @@ from vllm_dllm.step.slots import SlotNumbers, SlotTokens
 
 
 class Drafts(NamedTuple):
-    """Says which canvases are drafts, whose tokens the model decides causally (`verified_step`)."""
+    """Says which canvases are drafts, whose tokens the model decides causally (see
+    `verified_step`)."""
 
     are_np: np.ndarray  # [n] bool, canvases that are drafts
     are: torch.Tensor  # [n] bool, the same on the device
-    are_verified: torch.Tensor  # [n] bool, drafts that this step verifies; it makes the others
+    are_verified: torch.Tensor  # [n] bool, drafts that this step verifies, not makes
 
 
 class Found(NamedTuple):
-    """What a step reads of its n canvases. Tensors may be views of the slots, so they are not read
-    after the step has written those."""
+    """What a step reads of its n canvases. Tensors may be views of the slots: they must not be read
+    after the step has written the slots."""
 
     batch: CanvasBatch
     numbers: SlotNumbers
@@ -36,12 +37,12 @@ class Found(NamedTuple):
     stops: torch.Tensor  # [n, K] int64, stop tokens
     settings: StepSettings | MaskedStepSettings
     cut: torch.Tensor | None  # [n] bool, canvases whose step is taken back; None: surely none
-    earlier: dict[str, torch.Tensor] | None  # `copy_progress`, to which these are restored
-    drafts: Drafts | None = None  # None: no canvas is one
+    earlier: dict[str, torch.Tensor] | None  # `copy_progress` before the step; None with `cut`
+    drafts: Drafts | None = None  # None: no canvas is a draft
 
 
 class Verified(NamedTuple):
-    """What a step makes of drafts. The tensors mean nothing for other canvases."""
+    """What a step makes of drafts. Rows of canvases that are no drafts have no meaning."""
 
     drafts: Drafts
     tokens: torch.Tensor  # [n, C] int64, accepted tokens of drafts that are verified now
@@ -50,7 +51,7 @@ class Verified(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """What a denoise step would make of each canvas, whatever its phase is."""
+    """The outcome of a denoise step for each canvas, computed whatever phase the canvas is in."""
 
     logits: CanvasLogits
     temperature: torch.Tensor  # [n] fp32
@@ -67,7 +68,8 @@ class Denoised(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What becomes of each canvas, by its phase."""
+    """What becomes of each canvas in its phase: it is denoised on, finished, emitted or
+    committed."""
 
     denoises: torch.Tensor  # [n] bool, canvases that are denoised, not committed or taken back
     best_guess: torch.Tensor  # [n, C] int64
@@ -76,7 +78,7 @@ class Settled(NamedTuple):
     ends: torch.Tensor  # [n] bool, blocks after which another one starts
     commits_next: torch.Tensor  # [n] bool, canvases that the next forward commits
     emitted: torch.Tensor  # [n] int64, how many tokens join the answer
-    committed: torch.Tensor | None  # [n] int64, how many of them no later step computes; None: none
+    committed: torch.Tensor | None  # [n] int64, emitted tokens that no later step computes again
 
 
 class Advanced(NamedTuple):
@@ -86,4 +88,4 @@ class Advanced(NamedTuple):
     emitted: torch.Tensor  # [n] int, how many of these tokens join the answer
     rejected: torch.Tensor  # [n] int, how many tokens later steps compute again; the batch's
     # `lengths` themselves if no block is committed
-    logprobs: LogprobsTensors | None  # of the emitted tokens
+    logprobs: LogprobsTensors | None  # of the emitted tokens; None: no request asks for them

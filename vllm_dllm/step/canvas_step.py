@@ -31,7 +31,8 @@ from vllm_dllm.step.watched.counted import count_canvases
 
 
 class CanvasStep(ABC):
-    """Owns the requests' slots, the canvases of the current step and the phase of each."""
+    """Runs the steps of all canvases. Owns the requests' slots and the batch of the current step.
+    Subclasses make the requests' state and denoise."""
 
     self_conditions: bool  # whether a step reads the expected embeddings of the one before
 
@@ -42,6 +43,7 @@ class CanvasStep(ABC):
         sampler: Any,  # vLLM's own, for its per-request states
         device: torch.device,
     ) -> None:
+        """Allocates the requests' slots. Their canvases are views of the runner's draft tokens."""
         assert vllm_config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
         model_config = vllm_config.model_config
         self.model = model
@@ -72,15 +74,16 @@ class CanvasStep(ABC):
 
     @abstractmethod
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
-        """Makes the requests' state, with the settings of the model's kind of canvas."""
+        """Returns the requests' state, with the settings of the model's kind of canvas."""
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
         """Returns [num_reqs] int64: how many of each request's known tokens in this step the next
-        step computes again. None: none of any request."""
+        step computes again. Returns None if there are none, as in this class."""
         return None
 
     def begin_step(self, input_batch: InputBatch) -> None:
-        """Finds the canvases of a step. Called before its forward."""
+        """Sets `batch` to the canvases of a step, or to None if it has none. Called before its
+        forward."""
         self.batch = None
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
@@ -90,14 +93,15 @@ class CanvasStep(ABC):
         source: torch.Tensor,  # [rows, V], or hidden states
         input_batch: InputBatch,
     ) -> torch.Tensor:
-        """Starts the canvases of requests whose prefill has ended. Called after the forward, before
-        `advance`. Returns the rows of `source` that belong to canvases."""
+        """Hook for canvases whose first token comes from the prefill's logits. Called after the
+        forward, before `advance`. Returns the rows of `source` that belong to canvases; in this
+        class all do."""
         return source
 
     @property
     def reads_hidden_states(self) -> bool:
-        """Whether the next logits are the canvases', and the sampler reads the vocabulary itself:
-        the model then returns hidden states."""
+        """Returns whether the model must return hidden states: the step has canvases, and the
+        sampler reads the vocabulary itself."""
         return self.batch is not None and self.model.streams_vocabulary
 
     def advance(
@@ -105,12 +109,13 @@ class CanvasStep(ABC):
         source: torch.Tensor,  # [rows, V] fp32 soft-capped logits, or [rows, H] hidden states
         input_batch: InputBatch,
     ) -> Advanced:
-        """Denoises or commits each canvas that `begin_step` found. Called after the forward."""
+        """Denoises or commits each canvas that `begin_step` found, and writes its slot. Called
+        after the forward, only if the step has canvases."""
         batch = self._take_batch()
         return self._denoise_and_settle(self._read_slots(batch, input_batch), source, input_batch)
 
     def _take_batch(self) -> CanvasBatch:
-        """Returns the step's batch, once."""
+        """Returns the step's batch and sets `batch` to None."""
         batch, self.batch = self.batch, None
         assert batch is not None, "begin comes first"
         return batch
@@ -118,7 +123,8 @@ class CanvasStep(ABC):
     def _denoise_and_settle(
         self, found: Found, source: torch.Tensor, input_batch: InputBatch
     ) -> Advanced:
-        """Denoises and settles the canvases, and writes their slots."""
+        """Denoises or commits the canvases, writes their slots, and shows and counts them for those
+        who asked. Returns what the step made of them."""
         batch = found.batch
         denoised = self._denoise(found, source)
         settled = self.settling.settle(found, denoised)
@@ -173,16 +179,18 @@ class CanvasStep(ABC):
 
     @abstractmethod
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Returns what a denoise step would make of each canvas. Writes no slot."""
+        """Returns the outcome of a denoise step for each canvas. Leaves the slots' progress to
+        `Settling`."""
 
     def take_numbers(self) -> CanvasNumbers | None:
-        """Returns the numbers of the latest step, for the metrics, once. None: nobody counts, or
-        the step had no canvas."""
+        """Returns the numbers of the latest step for the metrics, and forgets them. Returns None if
+        nobody counts or the step had no canvas."""
         numbers, self._numbers = self._numbers, None
         return numbers
 
     def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
-        """Reads the slots of a step's canvases, and finds those whose step is taken back."""
+        """Reads the slots of a step's canvases. Finds canvases whose step is taken back, since they
+        were cut or their grammar is not compiled, and copies what to restore."""
         slots, idx = self.slots, batch.slot_index
         numbers = slots.read_numbers(idx)
         block_ends = input_batch.seq_lens[batch.request_index]
@@ -211,12 +219,12 @@ class CanvasStep(ABC):
         starts: torch.Tensor,  # [n] int64
         input_batch: InputBatch,
     ) -> torch.Tensor | None:
-        """Returns [n] bool: canvases of which the scheduler ran only a part, for lack of token
-        budget, or more than there is, because it did not know yet that a block had ended. None:
-        surely no canvas.
+        """Returns [n] bool: canvases of which the scheduler ran too few or too many rows. It runs
+        too few for lack of token budget. It runs too many if it did not know yet that a block had
+        ended. Returns None if surely no canvas is cut.
 
-        Such a step is taken back, and the canvas is scheduled again. A canvas that ends where the
-        context ends is not cut.
+        The step of a cut canvas is taken back, and the canvas is scheduled again. A canvas that
+        ends where the context ends is not cut.
         """
         slots = batch.slots_np
         most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]

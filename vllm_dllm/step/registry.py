@@ -21,20 +21,20 @@ class NewRequest:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether a preemption has interrupted its answer."""
+        """Returns whether a preemption has interrupted its answer."""
         return self.prefill_len > self.prompt_len
 
 
 class Registry(Protocol):
-    """The methods by which `StepRequests` tells each part of requests."""
+    """The methods that `StepRequests` calls on each part when requests come and leave."""
 
     def add_request(self, request: NewRequest) -> None:
         """Keeps what the request asks for. `remove_request` was called for the slot before. Copies
-        to the device may wait for `apply_staged_writes`."""
+        to the device may be left to `apply_staged_writes`."""
 
     def apply_staged_writes(self) -> None:
-        """Copies to the device what was added since the last step. Called when the new requests'
-        tokens are there."""
+        """Copies to the device what was added since the last step. Called when the runner has
+        written the new requests' tokens."""
 
     def remove_request(self, slot: int) -> None:
-        """Forgets the slot's request, if it asked for anything."""
+        """Forgets what the slot's request asked for. Does nothing if it asked for nothing."""

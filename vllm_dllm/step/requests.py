@@ -27,7 +27,8 @@ from vllm_dllm.step.watched.observers import CanvasObservers
 
 
 class StepRequests:
-    """The requests in the worker's slots, and what only some of them ask for."""
+    """Tells the slots, and the parts that keep what requests ask for, when requests come and
+    leave."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class StepRequests:
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Stages a new request, or one that comes back after a preemption, for
-        `apply_staged_writes`."""
+        `apply_staged_writes`. Forgets the slot's earlier request."""
         options = load_options(params) or self._unadmitted  # a warm-up's
         self.joins_commits = options.joins_commits
         self.are_counted = options.is_counted
@@ -112,7 +113,8 @@ class StepRequests:
             registry.add_request(request)
 
     def _find_end(self, request: NewRequest) -> tuple[int, list[int]]:
-        """Returns the absolute position and the stop tokens that end a request's last block."""
+        """Returns the absolute position and the stop tokens that end a request's last block. For a
+        read-only request these are `EVERY_BLOCK` and no tokens."""
         if request.options.read_only:
             return EVERY_BLOCK, []
         end, max_tokens = self.max_model_len, request.params.max_tokens
@@ -126,8 +128,8 @@ class StepRequests:
             registry.remove_request(slot)
 
     def are_plain(self, batch: CanvasBatch) -> bool:
-        """Whether no request of these canvases has a grammar, pins, a prediction or a watcher, so
-        that the fused kernels may settle them."""
+        """Returns whether no request of these canvases has a grammar, pins, a prediction or a
+        watcher, so that the fused kernels may settle them."""
         return not (
             self.grammars.any_in(batch)
             or self.first_canvases.has_pins(batch)
@@ -136,8 +138,8 @@ class StepRequests:
         )
 
     def apply_staged_writes(self) -> None:
-        """Writes the slots of requests that came since the last step, with their first canvases,
-        which begin where their prefill ends."""
+        """Writes the slots of requests that came since the last step, and their first canvases,
+        which begin where the prefill ends. Does nothing if no request came."""
         if not self.slots.has_staged:
             return
         self.sampling_states.apply_staged_writes()
@@ -158,8 +160,8 @@ class StepRequests:
 
 
 class FirstCanvases:
-    """Canvases that clients send, and their pinned positions, which keep their tokens. Only a
-    request's first block starts from its canvas and keeps its pins."""
+    """Keeps canvases that clients send, and their pinned positions, which keep their tokens. Only
+    the first block of a request starts from its canvas and keeps its pins."""
 
     def __init__(self, slots: CanvasSlots) -> None:
         self._slots = slots
@@ -167,13 +169,15 @@ class FirstCanvases:
         self._pinned: set[int] = set()
 
     def add_request(self, request: NewRequest) -> None:
+        """Stages the canvas that the request brings, if any. Skips a request that comes back after
+        a preemption."""
         # After a preemption the first block may be over; a canvas of noise fits any block.
         canvas = request.options.seed_canvas
         if canvas is not None and not request.is_resumed:
             self._added[request.slot] = (canvas, request.options.pinned)
 
     def apply_staged_writes(self) -> None:
-        """Replaces the noise in new requests' slots by their canvases."""
+        """Writes staged canvases and pins into their slots, in place of the noise."""
         for slot, (canvas, positions) in self._added.items():
             tokens = self._to_device(canvas)
             self._slots.canvas[slot, : len(canvas)] = tokens
@@ -187,7 +191,7 @@ class FirstCanvases:
         self._pinned.discard(slot)
 
     def has_pins(self, batch: CanvasBatch) -> bool:
-        """Whether any request of the batch sent pinned positions."""
+        """Returns whether any request of the batch sent pinned positions."""
         return not self._pinned.isdisjoint(batch.slots_np.tolist())
 
     def update_pins(
@@ -195,8 +199,8 @@ class FirstCanvases:
         idx: Index,
         ended: torch.Tensor,  # [n, 1] bool, blocks after which another one starts
     ) -> torch.Tensor:
-        """Clears the pins of blocks that have ended. Returns [n, C] bool: positions that are still
-        pinned."""
+        """Clears the pins of blocks that have ended, in the slots `idx` [n]. Returns [n, C] bool:
+        positions that are still pinned."""
         pinned = self._slots.pinned[idx] & ~ended
         self._slots.pinned[idx] = pinned
         return pinned

@@ -12,16 +12,17 @@ from vllm_dllm.step.slots import CanvasSlots
 
 
 class Settling:
-    """Settles canvases and writes their slots; `settle_triton` does the same in kernels."""
+    """Settles canvases and writes their slots. `settle_triton` does the same in kernels."""
 
     def __init__(
         self, slots: CanvasSlots, requests: StepRequests, *, spares_last_commit: bool
     ) -> None:
+        """`spares_last_commit`: whether a request's last block is emitted without a commit."""
         self.slots, self.requests = slots, requests
         self.spares_last_commit = spares_last_commit
 
     def settle(self, found: Found, denoised: Denoised) -> Settled:
-        """Decides which canvases are finished, and which blocks the step emits. Writes nothing."""
+        """Decides which canvases are finished, and which blocks the step emits. Writes no slot."""
         outcome, committing = denoised.outcome, found.numbers.is_committing == 1
         denoises = ~committing
         finished = outcome.finished & denoises
@@ -61,7 +62,8 @@ class Settling:
         blocks: torch.Tensor,  # [n, C] int64
         found: Found,
     ) -> torch.Tensor | bool:
-        """Returns [n] bool: blocks that are emitted by the step that finishes them."""
+        """Returns [n] bool, or one bool for all: whether the step that finishes a block also emits
+        it."""
         if self.spares_last_commit and self.requests.joins_commits:
             return True
         request_ends = found.numbers.end
@@ -74,8 +76,8 @@ class Settling:
         return is_read_only | ~is_last if self.requests.joins_commits else is_read_only
 
     def write_slots(self, found: Found, denoised: Denoised, settled: Settled) -> torch.Tensor:
-        """Writes what the next step reads. Returns the canvases [n, C] int64 as the next denoise
-        step would read them."""
+        """Writes to the slots what the next step reads, and changes tensors of `denoised` in place.
+        Returns the canvases [n, C] int64 as the next denoise step would read them."""
         slots, batch, outcome = self.slots, found.batch, denoised.outcome
         idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
         drops_soft = ended  # a canvas starts with none
@@ -123,8 +125,8 @@ class Settling:
     def _prediction_may_move(
         self, found: Found, denoised: Denoised, settled: Settled
     ) -> torch.Tensor:
-        """Returns [n] bool: canvases whose predicted tokens may move. They had their first step, go
-        on being denoised, and are not revealed permanently."""
+        """Returns [n] bool: canvases whose predicted tokens may move. They have had only their
+        first step, are denoised on, and reveal nothing permanently."""
         is_first = denoised.outcome.state.steps_done == 1
         found_so = settled.denoises & ~settled.finished & is_first
         reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
@@ -132,7 +134,8 @@ class Settling:
 
 
 def _settle_drafts(settled: Settled, found: Found, verified: Verified) -> Settled:
-    """Returns `settled` with what becomes of drafts filled in."""
+    """Returns `settled` with the outcome of canvases that are drafts; the other canvases keep
+    theirs."""
     are, are_verified = verified.drafts.are, verified.drafts.are_verified
     at_once = torch.where(are, settled.finished & (verified.emitted > 0), settled.at_once)
     emitted = torch.where(are, verified.emitted, settled.emitted)

@@ -25,8 +25,8 @@ with the next write."""
 
 
 def index_of(rows: np.ndarray, on_device: torch.Tensor) -> Index:
-    """Returns the index of `rows` [n]: a slice if they are consecutive, else `on_device`, their
-    copy."""
+    """Returns the index of `rows` [n], which are not empty: a slice if they are consecutive, else
+    `on_device`, their copy."""
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return on_device
@@ -60,8 +60,8 @@ class CanvasSlots:
     """The device tensors of all slots. R = most requests at once, C = canvas length, H = hidden
     size.
 
-    `host_numbers` and `num_stops` are on the host: the values that requests came with, without what
-    steps made of them.
+    `host_numbers` and `num_stops` are on the host. They hold the values that requests came with,
+    and do not change with steps.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class CanvasSlots:
         symmetric_window: bool,
         is_committing: bool = False,
     ) -> None:
-        """Stages a new or resumed request, with nothing denoised yet, for `apply_staged_writes`."""
+        """Stages a new or resumed request, with nothing denoised yet, for `apply_staged_writes`.
+        Arguments are as in `SlotNumbers`; `seed` is the request's noise seed."""
         values = dict(
             is_committing=is_committing,
             noise_key=seed,  # until `apply_staged_writes`
@@ -120,7 +121,7 @@ class CanvasSlots:
         self._added.append(slot)
 
     def apply_staged_writes(self) -> tuple[np.ndarray, torch.Tensor]:
-        """Writes the n slots staged since the last step, in few copies that do not wait for the
+        """Writes the n slots staged since the last step, in few copies, without waiting for the
         device. Returns their indices [n] int64, on the host and on the device."""
         slots_np = np.unique(np.array(self._added, dtype=np.int64))
         self._added.clear()
@@ -140,32 +141,36 @@ class CanvasSlots:
 
     @property
     def has_staged(self) -> bool:
-        """Whether requests wait for `apply_staged_writes`."""
+        """Returns whether requests wait for `apply_staged_writes`."""
         return bool(self._added)
 
     def host_values(self, name: str, slots_np: np.ndarray) -> np.ndarray:
-        """Returns [n] int64: the field `name` of `SlotNumbers`, which steps must not change, of
-        the slots [n]."""
+        """Returns [n] int64: the field `name` of `SlotNumbers` for the slots `slots_np` [n]. It
+        must be a field that steps do not change."""
         return self.host_numbers[slots_np, _COLUMN[name]]
 
     def read_numbers(self, idx: Index) -> SlotNumbers:
-        """Returns the numbers of the slots `idx` [n]."""
+        """Returns the numbers of the slots `idx` [n]; of a slice, views that change with the next
+        write."""
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
     def read_tokens(self, idx: Index) -> SlotTokens:
-        """Returns the tokens of the slots `idx` [n]."""
+        """Returns the tokens of the slots `idx` [n]; of a slice, views that change with the next
+        write."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
     def last_guess(self, idx: Index) -> torch.Tensor:
-        """Returns [n, C] int64: the last step's best guesses in the slots `idx` [n]."""
+        """Returns [n, C] int64: the last step's best guesses in the slots `idx` [n]; of a slice, a
+        view."""
         return self.tokens[idx, 0]
 
     def is_committing(self, idx: Index) -> torch.Tensor:
-        """Returns [n] bool: whether the next forward commits the canvas, in the slots `idx` [n]."""
+        """Returns [n] bool: slots `idx` whose canvas the next forward commits."""
         return self.numbers[idx, _COLUMN["is_committing"]] == 1
 
     def symmetric_window(self, idx: Index) -> torch.Tensor:
-        """Returns [n] int64: the window rule of the slots `idx` [n], see `SlotNumbers`."""
+        """Returns [n] int64: 1 for slots `idx` with the symmetric window rule, 0 for the reference
+        rule."""
         return self.numbers[idx, _COLUMN["symmetric_window"]]
 
     def write_progress(
@@ -176,7 +181,8 @@ class CanvasSlots:
         is_committing: torch.Tensor,  # [n] bool
         times_repeated: torch.Tensor,  # [n] int64
     ) -> None:
-        """Stores what a step leaves for the next one."""
+        """Overwrites the progress of the slots `idx` [n] with what a step leaves for the next
+        one."""
         self.tokens[idx, 0] = best_guess
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
@@ -186,7 +192,8 @@ class CanvasSlots:
         idx: Index,
         tokens: torch.Tensor,  # [n, C] int64; NO_TOKEN: none
     ) -> None:
-        """Writes the best guess that a canvas' first step is compared with."""
+        """Overwrites the best guess that the first step of a canvas in the slots `idx` [n] is
+        compared with."""
         self.tokens[idx, 0] = tokens
 
     def pin_tokens(
@@ -195,7 +202,7 @@ class CanvasSlots:
         first_canvas: torch.Tensor,  # [L] int64, L <= C
         positions: torch.Tensor,  # [k] int64
     ) -> None:
-        """Pins `positions` of a request's first canvas to the tokens that they have there."""
+        """Pins `positions` of a slot's first canvas to the tokens that `first_canvas` has there."""
         self.tokens[slot, -1, : len(first_canvas)] = first_canvas
         self.pinned[slot].index_fill_(0, positions, True)
 
@@ -209,7 +216,8 @@ class CanvasSlots:
         taken_back: torch.Tensor,  # [n] bool, slots that are restored
         earlier: dict[str, torch.Tensor],
     ) -> None:
-        """Restores slots to what `copy_progress` returned of them."""
+        """Overwrites the slots `idx` [n] that are `taken_back` with `earlier`, from
+        `copy_progress`."""
         for name, before in earlier.items():
             now = getattr(self, name)
             mask = taken_back.view(-1, *[1] * (now.dim() - 1))

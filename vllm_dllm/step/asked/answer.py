@@ -12,16 +12,17 @@ MOST_KEPT = 1024
 
 
 class Mark(NamedTuple):
-    """A place in an answer, and what cannot be told from the tokens before it."""
+    """A position in an answer, with the parts of its state that the tokens before it do not
+    determine."""
 
     position: int  # absolute
-    plan: list[int] | None  # tokens that complete the answer from here, as an earlier step found
-    is_cut: bool
+    plan: list[int] | None  # tokens that an earlier step planned to complete the answer; None: none
+    is_cut: bool  # whether the answer was closed early, because its tokens run out
 
 
 @dataclass
 class Answer:
-    """The answer of one request with a grammar."""
+    """How far the answer of one request with a grammar has come."""
 
     grammar: Future[GrammarState]
     position: int  # absolute, of the next token
@@ -35,12 +36,14 @@ class Answer:
 
     @property
     def state(self) -> GrammarState:
-        """The grammar's state at `position`. Waits until the grammar is compiled."""
+        """Returns the grammar's state at `position`. Waits until the grammar is compiled, and
+        raises what its compilation raised."""
         return self.grammar.result()
 
     @property
     def stop_token(self) -> int:
-        """The token that ends the answer: the wanted one, else EOS, if they are stop tokens."""
+        """Returns the token that ends the answer: `wanted_stop`, or else the tokenizer's EOS, if
+        they are stop tokens of the grammar. Otherwise it is the grammar's smallest stop token."""
         stops, own = self.state.stops, self.state.vocabulary.tokenizer.eos_token
         for stop in (self.wanted_stop, own):
             if stop is not None and stop in stops:
@@ -49,19 +52,22 @@ class Answer:
 
     @property
     def current_mark(self) -> Mark:
-        """The mark at `position`."""
+        """Returns the mark at `position`. Waits until the grammar is compiled."""
         return Mark(self.position, self.state.plan, self.is_cut)
 
     def marks_to_keep(self) -> tuple[Mark, Mark] | None:
-        """Returns the marks of the canvas' beginning and of the present position, for when the
-        request comes back. None: there is nothing to keep."""
+        """Returns the marks of the current canvas' first position and of `position`, from which the
+        answer continues after a preemption. Returns None if no canvas has begun or the grammar has
+        ended."""
         if self.canvas is None or self.state.has_ended:
             return None
         return self.canvas, self.current_mark
 
     def begin_canvas(self, begin: int, emitted: list[int]) -> int | None:
-        """Moves on to a canvas that begins at position `begin`, by the tokens `emitted` since.
-        Returns the first one that is illegal; None: all are legal."""
+        """Consumes the tokens `emitted` since the previous canvas, and moves to the canvas that
+        begins at absolute position `begin`. Restores the kept marks of a request that was
+        preempted. Returns the first illegal token, which ends the consumption; None if all are
+        legal."""
         if self.kept is not None:
             canvas, latest = self.kept
             # A canvas that was not finished starts anew.
@@ -79,7 +85,8 @@ class Answer:
         return rejected
 
     def _consume(self, tokens: list[int]) -> int | None:
-        """Moves the grammar on by emitted tokens, up to its end. Returns the first illegal one."""
+        """Moves the grammar's state on by `tokens`, up to the grammar's end. Returns the first
+        illegal token, at which it stops; None if all are legal."""
         for token in tokens:
             if self.state.has_ended:
                 break
@@ -90,14 +97,15 @@ class Answer:
 
 
 class KeptMarks:
-    """Keeps the marks of requests that left, by id, so that a preempted one's answer goes on as if
-    the request had stayed."""
+    """Keeps the marks of the last `MOST_KEPT` requests that left, by request id. A preempted
+    request then continues its answer as if it had stayed."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[str, tuple[Mark, Mark]] = OrderedDict()
 
     def save(self, req_id: str, answer: Answer) -> None:
-        """Keeps the marks of a request that leaves, if it has any."""
+        """Keeps the marks of a request that leaves the worker. Does nothing if it has no marks or
+        its grammar is not compiled."""
         marks, grammar = answer.kept, answer.grammar
         if marks is None and grammar.done() and grammar.exception() is None:
             marks = answer.marks_to_keep()
@@ -107,5 +115,6 @@ class KeptMarks:
                 self._marks.popitem(last=False)
 
     def pop(self, req_id: str) -> tuple[Mark, Mark] | None:
-        """Returns the marks of a request that comes back, once. None: it has none."""
+        """Removes and returns the marks of a request that comes back. Returns None if none are
+        kept."""
         return self._marks.pop(req_id, None)

@@ -21,10 +21,11 @@ def read_canvas_rows(
     logits: CanvasLogits,
     i: int,
     temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
-    revealing: Reveal | None,
+    revealing: Reveal | None,  # None: no canvas reveals tokens permanently
 ) -> CanvasRows:
-    """Returns the most probable tokens of canvas i on the host, with functions that read more of a
-    row. Waits for the device."""
+    """Returns the `MOST_PROBABLE` most probable tokens of each row of canvas i on the host, and
+    functions that read more of a row. A permanently revealed token comes first in its row. Waits
+    for the device."""
     tokens, logprobs = _top_tokens(logits, i, temperature, MOST_PROBABLE)
     if revealing is not None:
         tokens, logprobs = _put_revealed_first(tokens, logprobs, revealing, i)
@@ -61,8 +62,8 @@ def _best_legal(
     row: int,
     words: np.ndarray,  # [W] uint32
 ) -> tuple[int, float]:
-    """Returns a row's most probable token of the set `words`, 32 tokens a word, and its
-    log-probability among all tokens. Waits for the device."""
+    """Returns one row's most probable token of the set `words`, and its log-probability among all
+    tokens. Each word has a bit for each of 32 tokens. Waits for the device."""
     scaled = logits.row(i, row) / temperature[row]
     is_legal = unpack_mask(words, len(scaled))
     among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
@@ -92,9 +93,9 @@ def _put_revealed_first(
     revealing: Reveal,
     i: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `tokens` and `logprobs` with each permanently revealed token first in its row, with
-    probability 1. The row's last token drops out, the others lose `_REVEALED_NATS`, and the
-    revealed one may occur a second time."""
+    """Returns `tokens` and `logprobs` with each permanently revealed token first in its row, at
+    log-probability 0. In such a row the last token drops out, the other log-probabilities fall by
+    `_REVEALED_NATS`, and the revealed token may occur a second time."""
     L = len(tokens)
     is_revealed = (revealing.revealed[i, :L] & revealing.is_chosen[i])[:, None]
     shown = revealing.tokens[i, :L, None]

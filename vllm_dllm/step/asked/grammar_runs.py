@@ -23,7 +23,8 @@ _ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)  # reve
 
 
 class LegalDraws(NamedTuple):
-    """Draws tokens from the rows of a step, with or without a grammar."""
+    """The logits of a step's rows, and the temperatures and noise by which tokens are drawn from
+    them, among all tokens or among legal ones."""
 
     logits: MaskedLogits
     row_temperature: torch.Tensor  # [rows, 1] fp32
@@ -32,7 +33,7 @@ class LegalDraws(NamedTuple):
     judges_unscaled: bool  # see `MaskedLogits.draw`
 
     def draw_all(self) -> Candidates:
-        """Draws a candidate from every row, [rows], without grammars."""
+        """Draws a candidate from every row, among all tokens. Returns fields [rows]."""
         return self.logits.draw(
             self.row_temperature,
             self.uniform,
@@ -41,7 +42,8 @@ class LegalDraws(NamedTuple):
         )
 
     def draw_all_without(self, excluded: torch.Tensor) -> torch.Tensor:
-        """Draws a token from every row, [rows] int64, but none of `excluded` [m] int64."""
+        """Returns [rows] int64: a token drawn from every row, none of them in `excluded` [m]
+        int64."""
         num_rows = len(self.is_greedy)
         rows = torch.arange(num_rows, device=excluded.device)
         return self._draw_without(rows, excluded.expand(num_rows, -1), self.uniform)
@@ -52,7 +54,8 @@ class LegalDraws(NamedTuple):
         excluded: torch.Tensor,  # [k, m] int64
         uniform: torch.Tensor,  # [k] float64
     ) -> torch.Tensor:
-        """Draws a token from each of `rows`, [k] int64, but none that the row excludes."""
+        """Returns [k] int64: a token drawn from each of `rows`, outside those that the row
+        excludes."""
         return self._draw_without(rows, excluded, None if self.uniform is None else uniform)
 
     def _draw_without(
@@ -63,12 +66,13 @@ class LegalDraws(NamedTuple):
         )
 
     def judge(self, i: int) -> ChooseCandidate:
-        """Returns the function that draws and judges a token of canvas i, for a row and a set of
-        tokens."""
+        """Returns a function that takes a row of canvas i and a set of tokens, and draws one of
+        them with its probability and the row's entropy. Each of its calls waits for the device."""
         return partial(self._judge_row, self.logits.batch.rows_of(i).start)
 
     def _judge_row(self, first: int, row: int, words: np.ndarray | None) -> RowCandidate:
-        """Draws a token of the set `words` from row `first + row`. Waits for the device."""
+        """Draws a token of the set `words` from row `first + row`; None: among all tokens. Returns
+        it with its probability and the row's entropy in nats. Waits for the device."""
         drawn = self.logits.draw_legal(
             first + row,
             words,
@@ -83,21 +87,25 @@ class LegalDraws(NamedTuple):
 
 
 class GrammarRuns(CanvasGrammars):
-    """Grammars by slot, for masked models."""
+    """Keeps the grammars of a masked model's requests by slot, and finds the legal tokens that each
+    step reveals."""
 
     def _write_forced_start(self, slot: int, answer: Answer) -> None:
-        """Writes nothing: a first canvas is hidden like any other."""
+        """Does nothing: a masked model's first canvas holds masks, and its steps reveal forced
+        tokens like any others."""
 
     def reveal_runs(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        skipped: torch.Tensor,  # [n] bool, canvases that this step commits, or is taken back for
-        rules: MaskedRules,  # [n]
+        skipped: torch.Tensor,  # [n] bool, canvases that are committed, or whose step is taken back
+        rules: MaskedRules,  # fields [n]
         draws: LegalDraws,
-        part_length: int | None,  # see `RunRule`
+        part_length: int | None,  # positions of a part, see `RunRule`; None: a canvas is one part
     ) -> Held | None:
-        """Returns what this step reveals of canvases with a grammar. None: no canvas has one."""
+        """Finds the legal run that this step reveals in each canvas with a grammar, and moves the
+        grammars on by these runs. Returns None if no request of the batch has a grammar. Waits for
+        the device. A grammar without a legal path is given up, with an error in the log."""
         if not self.any_in(batch):
             return None
         n, C = batch.num_canvases, batch.canvas_length
@@ -125,8 +133,9 @@ class GrammarRuns(CanvasGrammars):
     def _reveal_in_canvas(
         self, slot: int, begin: int, length: int, judge: ChooseCandidate, rule: RunRule
     ) -> "_Run | None":
-        """Returns the run that a step reveals in one canvas. None: no grammar holds the canvas any
-        more."""
+        """Returns the run that this step reveals in the slot's canvas, and moves the answer on by
+        it. The canvas begins at absolute position `begin` and has `length` rows. Returns None if
+        the grammar has ended or is given up, or if the answer has all its tokens."""
         answer = self._update_answer(slot, begin)
         if answer is None or answer.position >= answer.end:
             return None
@@ -147,8 +156,8 @@ class GrammarRuns(CanvasGrammars):
         length: int,
         rule: RunRule,
     ) -> list[int] | None:
-        """Reveals legal tokens from row `first` on, and moves the answer on by them. None: there is
-        no legal path, and the grammar is given up."""
+        """Returns the legal tokens to reveal from row `first` on, and moves the answer on by them.
+        Returns None if there is no legal path; the grammar is then given up."""
         num_tokens = answer.end - answer.position
         try:
             run = reveal_run(
@@ -168,10 +177,11 @@ class GrammarRuns(CanvasGrammars):
         are_verified: torch.Tensor,  # [n] bool, canvases whose rows predict the tokens behind them
         canvas: torch.Tensor,  # [n, C] int64
         draws: LegalDraws,
-        tokens: torch.Tensor,  # [n, C] int64, behind each row, without grammars
+        tokens: torch.Tensor,  # [n, C] int64, drawn behind each row without grammars
     ) -> torch.Tensor:
-        """Returns `tokens` [n, C] int64, with legal ones where there is a grammar, up to the first
-        that differs from the canvas."""
+        """Returns `tokens` [n, C] int64 with legal tokens in the verified canvases that have a
+        grammar, and moves their grammars on. Rows of such a canvas are replaced up to and including
+        the first whose legal token differs from the canvas' next one. Waits for the device."""
         if not self.any_in(batch):
             return tokens
         chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
@@ -199,12 +209,12 @@ class GrammarRuns(CanvasGrammars):
         self,
         rows: CanvasBatch,  # one of each request
         starts: torch.Tensor,  # [n] int64, where their canvases begin
-        is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
+        is_new: torch.Tensor | None,  # [n] bool, canvases that begin now; None: all
         draws: LegalDraws,
-        tokens: torch.Tensor,  # [n] int64, without grammars
+        tokens: torch.Tensor,  # [n] int64, drawn without grammars
     ) -> torch.Tensor:
-        """Returns `tokens` [n] int64, with legal ones where there is a grammar. Waits for grammars
-        that are still being compiled."""
+        """Returns `tokens` [n] int64 with legal tokens where a canvas begins now and its request
+        has a grammar. Waits for the device, and for grammars that are still being compiled."""
         if not self.any_in(rows):
             return tokens
         begin = torch.ones_like(starts) if is_new is None else is_new.long()
@@ -224,7 +234,7 @@ class GrammarRuns(CanvasGrammars):
 
 
 class _Run(NamedTuple):
-    """What a step reveals in one canvas."""
+    """The run of tokens that a step reveals in one canvas."""
 
     first: int  # row of the canvas
     tokens: list[int]  # from there on

@@ -39,12 +39,12 @@ from vllm_dllm.step.slots import CanvasSlots
 logger = init_logger(__name__)
 
 COMPILED_WITHIN_S = 0.02
-"""How long a step waits for grammars. Most take a millisecond or two; the canvas of one that takes
-longer sits steps out, and nobody else waits for it."""
+"""Seconds that a step waits for grammars. Most take one or two milliseconds. The canvas of a slower
+one sits steps out, while other canvases go on."""
 HELD_STEPS = 4
-"""A canvas' first steps, in which candidates and expected embeddings are of legal tokens only. If
-the model is not sure by then, its canvas would go on changing under this rule, and does not without
-it. The best guess is a legal path in all steps."""
+"""How many of a canvas' first steps draw candidates and expected embeddings of legal tokens only.
+Where the model is still unsure after these steps, the rule would keep the canvas from converging.
+The best guess is a legal path in all steps."""
 _NONE = -1  # no token
 
 
@@ -57,7 +57,8 @@ class Legal(NamedTuple):
     next_forced: torch.Tensor  # [n, C] int64, tokens that begin the next canvases; -1: none
 
     def apply(self, stats: RowStats) -> RowStats:
-        """Returns `stats`, fields [n, C], with the paths in place of the best guesses."""
+        """Returns `stats`, fields [n, C], with the legal paths' tokens and log-probabilities in
+        place of the best guesses."""
         differs = (self.guess != _NONE) & (self.guess != stats.best_guess)
         return stats._replace(
             best_guess=torch.where(differs, self.guess, stats.best_guess),
@@ -65,12 +66,13 @@ class Legal(NamedTuple):
         )
 
     def force_starts(self, next_canvas: torch.Tensor) -> torch.Tensor:
-        """Returns `next_canvas` [n, C] with the tokens that grammars force at its start."""
+        """Returns `next_canvas` [n, C] int64 with the forced tokens at the start of each canvas."""
         return torch.where(self.next_forced == _NONE, next_canvas, self.next_forced)
 
 
 class CanvasGrammars:
-    """Grammars by slot; only requests with a grammar are in here."""
+    """Keeps the grammars of requests by slot, and finds the legal paths of their canvases. A
+    request without a grammar has no entry."""
 
     def __init__(
         self, vllm_config: VllmConfig, req_states: RequestState, slots: CanvasSlots
@@ -87,6 +89,7 @@ class CanvasGrammars:
     # --- requests ---------------------------------------------------------------------------
 
     def add_request(self, request: NewRequest) -> None:
+        """Starts to compile the request's grammar in a thread. Does nothing if it has none."""
         params = request.params
         if params.structured_outputs is None:
             return
@@ -107,7 +110,8 @@ class CanvasGrammars:
     def _compile(
         self, params: SamplingParams, stops: frozenset[int], options: RequestOptions
     ) -> GrammarState:
-        """Compiles a request's grammar; runs in a thread."""
+        """Compiles a request's grammar in the compiler's thread. Returns the state in which its
+        answer begins."""
         assert params.structured_outputs is not None
         reasoning = None if options.reasoning is None else Reasoning(*options.reasoning)
         model_config = self._config.model_config
@@ -117,8 +121,9 @@ class CanvasGrammars:
         return grammars.start_state(text, stops, exclusions, params.min_tokens, reasoning)
 
     def apply_staged_writes(self, within_s: float = COMPILED_WITHIN_S) -> None:
-        """Writes the forced start of new requests' canvases whose grammars are compiled. Called
-        again after each step that `still_compiling` has kept a canvas out of."""
+        """Waits at most `within_s` seconds until new requests' grammars are compiled, and without
+        limit under tensor parallelism. Writes the forced start of each compiled grammar into its
+        slot's canvas. Called again after each step that a canvas sat out (`still_compiling`)."""
         if not self._added:
             return
         added = {self._answers[slot].grammar for slot in self._added}
@@ -131,18 +136,22 @@ class CanvasGrammars:
                 self._write_forced_start(slot, answer)
 
     def _write_forced_start(self, slot: int, answer: Answer) -> None:
-        """Writes the tokens that the grammar forces at the start of the slot's canvas."""
+        """Writes the tokens that the grammar forces at the answer's start into the slot's
+        canvas."""
         forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
         self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
     def remove_request(self, slot: int) -> None:
+        """Forgets the slot's grammar. Keeps its marks, since the request may come back after a
+        preemption."""
         self._added.pop(slot, None)
         if (answer := self._answers.pop(slot, None)) is not None:
             self._kept.save(self._req_states.index_to_req_id[slot], answer)
 
     def _update_answer(self, slot: int, begin: int) -> Answer | None:
-        """Moves the slot's answer on to `begin` by what was emitted, and returns it. None: the
-        grammar has ended or is given up. Waits until it is compiled."""
+        """Moves the slot's answer on to absolute position `begin` by the emitted tokens, and
+        returns it. Returns None if the grammar has ended or is given up. Waits until the grammar is
+        compiled, and for the device if tokens were emitted."""
         answer = self._answers[slot]
         if (error := answer.grammar.exception()) is not None:  # waits
             self._give_up(slot, str(error))
@@ -156,13 +165,14 @@ class CanvasGrammars:
         return None if answer.state.has_ended else answer
 
     def _give_up(self, slot: int, why: str) -> None:
-        """Forgets the grammar, and says `why` in the log. The scheduler checks what is emitted, and
-        ends the request with an error if it is illegal."""
+        """Forgets the slot's grammar, and logs `why` as an error. The scheduler checks what is
+        emitted, and ends the request with an error if it is illegal."""
         logger.error("A request goes on without its grammar: %s.", why)
         self.remove_request(slot)
 
     def cut_answers(self, batch: CanvasBatch) -> list[int]:
-        """Returns indices in the step's batch of requests whose answers are closed early."""
+        """Returns the batch indices of requests whose answers were closed early, because their
+        tokens run out."""
         requests = zip(batch.slots_np.tolist(), batch.requests_np.tolist(), strict=True)
         cut = {slot for slot, answer in self._answers.items() if answer.is_cut}
         return [request for slot, request in requests if slot in cut]
@@ -170,34 +180,34 @@ class CanvasGrammars:
     # --- a step -----------------------------------------------------------------------------
 
     def still_compiling(self, batch: CanvasBatch) -> torch.Tensor | None:
-        """Returns [n] bool: canvases whose grammar is not compiled yet, so that their step is taken
-        back. None: all are compiled."""
+        """Returns [n] bool: canvases whose grammar is not compiled yet. Their step is taken back.
+        Returns None if all grammars are compiled."""
         if not self._added:
             return None
         waiting = [slot in self._added for slot in batch.slots_np.tolist()]
         return self._to_device(waiting) if any(waiting) else None
 
     def canvases_with_grammar(self, batch: CanvasBatch) -> list[int]:
-        """Returns indices of canvases whose requests have a grammar."""
+        """Returns the indices of canvases whose requests have a grammar."""
         return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
 
     def any_in(self, batch: CanvasBatch) -> bool:
-        """Whether any request of the batch has a grammar."""
+        """Returns whether any request of the batch has a grammar."""
         return not self._answers.keys().isdisjoint(batch.slots_np.tolist())
 
     def find_legal_paths(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        skipped: torch.Tensor,  # [n] bool, canvases that this step commits, or is taken back for
+        skipped: torch.Tensor,  # [n] bool, canvases that are committed, or whose step is taken back
         steps_done: torch.Tensor,  # [n] int64, of each canvas before this step
         logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         revealing: Reveal | None,
     ) -> Legal:
-        """Finds the legal paths of this step. Excludes illegal tokens from `logits` of canvases in
-        their first `HELD_STEPS`, and of those that are revealed permanently, in which every step
-        reveals tokens that stay."""
+        """Finds the legal path of each canvas with a grammar. Excludes illegal tokens from
+        `logits`, in place, for canvases in their first `HELD_STEPS` steps and for canvases that
+        reveal tokens permanently. Waits for the device."""
         mine = self.canvases_with_grammar(batch)
         n, C = batch.num_canvases, batch.canvas_length
         guess = np.full((n, C), _NONE, dtype=np.int64)
@@ -240,8 +250,9 @@ class CanvasGrammars:
         row_temperature: torch.Tensor,
         revealing: Reveal | None,
     ) -> LegalPath | None:
-        """Finds the legal path of canvas i. None: its grammar has ended or is given up, or no token
-        of the canvas belongs to the answer."""
+        """Returns the legal path of canvas i, and keeps the tokens that it forces on the next
+        canvas. Returns None if the grammar has ended or is given up, or if no position of the
+        canvas belongs to the answer. Waits for the device."""
         answer = self._update_answer(slot, begin)
         length = int(batch.lengths_np[i])
         if answer is None:
@@ -264,7 +275,8 @@ class CanvasGrammars:
 
 
 def _exclude_illegal(logits: CanvasLogits, i: int, path: LegalPath) -> None:
-    """Excludes from canvas i's logits the tokens that a path's rows do not allow."""
+    """Excludes, in place, the tokens that the path's rows do not allow from the logits of canvas
+    i."""
     if path.masks:
         rows = sorted(path.masks)
         words = np.stack([path.masks[row] for row in rows])

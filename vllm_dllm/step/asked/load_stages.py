@@ -10,8 +10,8 @@ from vllm_dllm.denoise.step import StepRules
 
 
 class LoadStages:
-    """The server's stages of load, by the number of canvases in a step, which the host knows and
-    which is the same on every rank."""
+    """The server's stages of load. The number of canvases in a step says which stages apply. The
+    host knows this number, and it is the same on every rank."""
 
     def __init__(self, stages: Sequence[LoadStage], device: torch.device) -> None:
         self._starts = [stage.canvases for stage in stages]
@@ -22,17 +22,18 @@ class LoadStages:
         self.stability = torch.tensor(stability, device=device)
 
     def reached(self, num_canvases: int) -> int:
-        """Returns how many stages apply to a step; 0: none."""
+        """Returns how many stages apply to a step of `num_canvases` canvases; 0 if none does."""
         return bisect_right(self._starts, num_canvases)
 
     def loosen(
         self,
         rules: StepRules,
         allowed: torch.Tensor,  # [n] int64, how many stages each canvas' request allows
-        reached: int,
+        reached: int,  # stages that apply to this step
     ) -> StepRules:
-        """Returns the rules of n canvases, as tensors [n], with the looser of their own thresholds
-        and those of the stages that apply."""
+        """Returns the rules of n canvases with loosened thresholds, as tensors [n]. Each threshold
+        is the looser one of two: the canvas' own, and that of the last stage that applies to its
+        request."""
         stage = allowed.clamp(max=reached)
         return rules._replace(
             confidence_threshold=torch.maximum(

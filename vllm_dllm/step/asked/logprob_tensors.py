@@ -13,14 +13,15 @@ from vllm_dllm.compat.logprobs import pack_step_into_ranks
 
 @dataclass(frozen=True)
 class LogprobRequest:
-    """The log-probabilities that one request wants of each of its tokens."""
+    """The log-probabilities that one request wants for each of its tokens."""
 
     num_logprobs: int  # most likely tokens to report besides the chosen one
     token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
 
 
 class Placed(NamedTuple):
-    """Where a step of a masked model's n canvases places tokens: it reveals or replaces them."""
+    """Where a step of a masked model places tokens in n canvases, by revealing or replacing
+    them."""
 
     positions: torch.Tensor  # [n, C] bool
     steps: torch.Tensor  # [n] int64, the number of this step in each canvas, from 1
@@ -33,7 +34,9 @@ def token_logprobs(
     request: LogprobRequest,
     report_logits: bool,  # report raw values instead of log-probabilities
 ) -> LogprobsTensors:
-    """Returns scores of the chosen token (column 0) and of the tokens that the request asks for."""
+    """Returns the scores of each row's chosen token in column 0. The other columns are
+    `request.token_ids`, or else the `num_logprobs` most probable tokens. Ranks of the chosen tokens
+    count from 1."""
     columns = tokens[:, None]
     if len(request.token_ids) > 0:
         columns = torch.cat((columns, request.token_ids.expand(len(tokens), -1)), dim=1)
@@ -53,8 +56,8 @@ def select_scores(
     one: LogprobsTensors,
     other: LogprobsTensors,
 ) -> LogprobsTensors:
-    """Returns the rows of `one` where the condition holds, else those of `other`, which has as many
-    rows. Does not wait for the device."""
+    """Returns the rows of `one` where the condition holds, else those of `other`, which has the
+    same shape. Does not wait for the device."""
     rows = condition[..., None]
     return LogprobsTensors(
         torch.where(rows, one.logprob_token_ids, other.logprob_token_ids),
@@ -64,15 +67,15 @@ def select_scores(
 
 
 def with_reveal_step(step: torch.Tensor | int, scores: LogprobsTensors) -> LogprobsTensors:
-    """Returns the scores of tokens that `step` ([] int64) revealed, with its number added to the
-    ranks."""
+    """Returns `scores` with the number of the step that revealed their tokens, `step` ([] int64),
+    packed into the ranks."""
     return scores._replace(
         selected_token_ranks=pack_step_into_ranks(scores.selected_token_ranks, step)
     )
 
 
 def pad_rows(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
-    """Returns the scores padded to `num_rows` rows, which have no meaning."""
+    """Returns the scores padded to `num_rows` rows with zeros, which have no meaning."""
     missing = num_rows - len(scores.logprobs)
     if missing == 0:
         return scores
@@ -93,7 +96,7 @@ def take_first_rows(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
 
 
 def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
-    """Joins the scores of consecutive rows."""
+    """Returns the scores of consecutive tiles of rows as one."""
     if len(tiles) == 1:
         return tiles[0]
     return LogprobsTensors(
@@ -104,7 +107,8 @@ def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
 
 
 def join_requests(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
-    """Joins requests' scores; `first_rows[i]` is where batch request i begins.
+    """Returns the scores of all requests as one. Those of batch request i begin at row
+    `first_rows[i]`.
 
     Narrower parts are padded with token 0 at -inf, which vLLM's output processor never reports.
     """

@@ -26,9 +26,11 @@ from vllm_dllm.step.registry import NewRequest
 
 
 class StepLogprobs:
-    """Log-probabilities by slot; only requests that ask for log-probabilities are in here."""
+    """Keeps log-probabilities by slot and reports them with the tokens that a step emits. Only
+    requests that ask for log-probabilities have an entry."""
 
     def __init__(self, mode: str, vocab_size: int, device: torch.device) -> None:
+        """`mode`: vLLM's `logprobs_mode`."""
         self.reports_logits = mode in ("raw_logits", "processed_logits")
         self.reports_processed = mode in ("processed_logits", "processed_logprobs")
         self.vocab_size = vocab_size
@@ -44,6 +46,7 @@ class StepLogprobs:
         self._constrained: set[int] = set()  # want scores among their allowed tokens
 
     def add_request(self, request: NewRequest) -> None:
+        """Keeps which log-probabilities the request asks for, if any."""
         slot, params, options = request.slot, request.params, request.options
         count = params.logprobs
         token_ids = tuple(params.logprob_token_ids or ())
@@ -61,7 +64,7 @@ class StepLogprobs:
             self._constrained.add(slot)
 
     def apply_staged_writes(self) -> None:
-        """Nothing waits."""
+        """Does nothing: `add_request` stages no copies."""
 
     def remove_request(self, slot: int) -> None:
         self._requests.pop(slot, None)
@@ -72,11 +75,12 @@ class StepLogprobs:
         self._constrained.discard(slot)
 
     def any_in(self, batch: CanvasBatch) -> bool:
-        """Whether any request of the batch asks for log-probabilities."""
+        """Returns whether any request of the batch asks for log-probabilities."""
         return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
 
     def need_placed(self, batch: CanvasBatch) -> bool:
-        """Whether `report` needs to know which tokens a step has placed."""
+        """Returns whether `report` needs `placed`: a request asks for scores of the step that
+        placed a token."""
         return not self._when_placed.isdisjoint(batch.slots_np.tolist())
 
     def keep_first_scores(
@@ -85,9 +89,10 @@ class StepLogprobs:
         logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [n, 1]
         tokens: torch.Tensor,  # [n] int64, the first of each canvas
-        is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
+        is_new: torch.Tensor | None,  # [n] bool, others keep earlier scores; None: all are new
     ) -> None:
-        """Keeps the scores of first tokens, which are known before their canvas' first step."""
+        """Keeps the scores of the first token of each canvas, which is sampled before the canvas'
+        first step. Skips requests that do not ask for scores of the step that placed a token."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if slot not in self._when_placed:
                 continue
@@ -102,12 +107,14 @@ class StepLogprobs:
     def _score_tokens(
         self,
         logits: CanvasLogits,
-        i: int,  # of the canvases
+        i: int,  # index of the canvas
         slot: int,
         row_temperature: torch.Tensor | None,  # [L, 1]; None: 1
         tokens: torch.Tensor,  # [L] int64
     ) -> LogprobsTensors:
-        """Returns the scores of `tokens` in canvas i, whose request is in `slot`."""
+        """Returns the scores of `tokens` in canvas i, whose request is in `slot`. They are of
+        processed logits if the server reports those or the request is constrained, else of raw
+        logits."""
         # A constrained request asks for probabilities among its choices.
         in_process = self.reports_processed or slot in self._constrained
         wanted, tiles, first = self._requests[slot], [], 0
@@ -124,9 +131,10 @@ class StepLogprobs:
         self,
         slots: list[int],
         logits: torch.Tensor,  # [n, V] fp32
-        is_new: torch.Tensor | None,  # [n] bool, the others keep what they have; None: all are
+        is_new: torch.Tensor | None,  # [n] bool, others keep earlier logits; None: all are new
     ) -> None:
-        """Keeps the logits that first tokens were drawn from, which no later forward computes."""
+        """Keeps the logits that the first tokens of n canvases were drawn from, for slots that ask
+        for log-probabilities. No later forward computes these logits."""
         for i, slot in enumerate(slots):
             if slot in self._requests:
                 before = self._seeds.get(slot)
@@ -139,9 +147,10 @@ class StepLogprobs:
         self,
         batch: CanvasBatch,
         logits: torch.Tensor,  # [rows, V] fp32, changed in place
-        are_seeded: torch.Tensor,  # [n] bool, the others' first rows have logits of their own
+        are_seeded: torch.Tensor,  # [n] bool, canvases whose first row is overwritten
     ) -> None:
-        """Writes the kept logits into the first rows of their canvases."""
+        """Overwrites the first row of each seeded canvas in `logits` with the logits kept for its
+        slot. Canvases whose requests ask for no log-probabilities stay."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if (seed := self._seeds.get(slot)) is not None:
                 first = batch.rows_of(i).start
@@ -152,10 +161,11 @@ class StepLogprobs:
         batch: CanvasBatch,
         logits: MaskedLogits,  # changed: rows get the logits that their tokens were drawn from
         num_accepted: torch.Tensor,  # [n] int64, how many rows of a verified draft are accepted
-        are_verified: torch.Tensor,  # [n] bool, the others keep their logits but for the first row
+        are_verified: torch.Tensor,  # [n] bool, drafts; in others only the first row changes
     ) -> None:
-        """Moves the logits of verified drafts, whose rows predict the tokens behind them, by one
-        row, and keeps those of the next draft's first token."""
+        """Moves the logits of verified drafts on by one row, in place, because their rows predict
+        the tokens behind them. The first row gets the kept logits. The logits of the last accepted
+        row are kept: the next canvas' first token is drawn from them."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             if (seed := self._seeds.get(slot)) is not None:
                 own = logits.all_rows(in_process=self.reports_processed)[batch.rows_of(i)]
@@ -172,12 +182,14 @@ class StepLogprobs:
         batch: CanvasBatch,
         num_reqs: int,  # of the whole batch
         at_once: torch.Tensor,  # [n] bool, blocks that were decided by this step's logits
-        cut: torch.Tensor | None,  # [n] bool, steps that were taken back
-        placed: Placed | None = None,  # None: nobody asks
+        cut: torch.Tensor | None,  # [n] bool, canvases whose step is taken back; None: none is
+        placed: Placed | None = None,  # None: `need_placed` is False
         are_drafts: np.ndarray | None = None,  # [n] bool, after `shift_draft_logits`; None: none is
     ) -> LogprobsTensors | None:
-        """Returns the scores of the blocks that this step may emit: its own, or, if it commits,
-        those kept of the step before. None: no request asks for any."""
+        """Returns the scores of the tokens that this step may emit, and keeps its scores for the
+        next one. A canvas that is committed reports what the step before kept. A read-only request
+        gets scores before the temperature. Returns None if no request of the batch asks for
+        log-probabilities."""
         if not self.any_in(batch):
             return None
         parts: list[LogprobsTensors] = []

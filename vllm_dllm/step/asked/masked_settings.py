@@ -12,9 +12,9 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 
 _NEVER = 2.0  # a threshold that no probability exceeds
-_ALWAYS = -1.0
-_EVEN_SHARE = 0
-_ALL = torch.inf
+_ALWAYS = -1.0  # a threshold that every probability exceeds
+_EVEN_SHARE = 0  # of `least`: each step reveals an even share of the canvas
+_ALL = torch.inf  # of `blocks_in_flight`
 
 
 class _Settings(NamedTuple):
@@ -41,7 +41,7 @@ _UNSET = {
     "is_verified": 0,
     "blocks_in_flight": _ALL,
 }
-"""Values with which `MaskedStepSettings` has None in place of a tensor."""
+"""Where all requests of a step have this value, `MaskedStepSettings` has None, not a tensor."""
 
 
 class MaskedStepSettings(NamedTuple):
@@ -63,9 +63,10 @@ class MaskedStepSettings(NamedTuple):
         self,
         steps_done: torch.Tensor,  # [n] int64
         num_steps: torch.Tensor,  # [n] int64
-        canvas_length: int | torch.Tensor,  # [n] int64
+        canvas_length: int | torch.Tensor,  # positions; [n] int64, or one number for all
     ) -> MaskedRules:
-        """Returns which candidates the coming step of each canvas reveals."""
+        """Returns the rules by which each canvas' coming step chooses the candidates that it
+        reveals."""
         least = self.least
         if self.has_shares:
             share = even_share(steps_done, num_steps, canvas_length)
@@ -73,8 +74,8 @@ class MaskedStepSettings(NamedTuple):
         return MaskedRules(self.threshold, least, self.in_order, self.entropy_bound)
 
     def edits(self, steps_done: torch.Tensor) -> Edits | None:
-        """Returns which canvases may change revealed tokens. None: none. `steps_done`: [n] int64,
-        steps that found nothing hidden."""
+        """Returns which canvases may change revealed tokens, and when. Returns None if no canvas
+        may. `steps_done`: [n] int64, consecutive steps of each canvas that found nothing hidden."""
         if self.edit_threshold is None:
             return None
         edits = self.edit_threshold < _NEVER
@@ -82,7 +83,7 @@ class MaskedStepSettings(NamedTuple):
 
 
 class MaskedSlotSettings:
-    """The settings of every slot."""
+    """The settings of every slot, on the host and in a table on the device."""
 
     def __init__(
         self,
@@ -103,6 +104,9 @@ class MaskedSlotSettings:
         self._latest: tuple[list[int], MaskedStepSettings] | None = None  # slots, their settings
 
     def add_request(self, request: NewRequest) -> None:
+        """Stages the request's settings for `apply_staged_writes`. An even share becomes one
+        position a step if there are as many steps as positions. With `reveals_at_threshold`, the
+        threshold becomes the next smaller fp32 number."""
         settings = _read_settings(request.options, request.params.temperature)
         is_one = request.num_steps == self.max_steps and not self._may_reveal_none
         if settings.least == _EVEN_SHARE and is_one:
@@ -115,6 +119,7 @@ class MaskedSlotSettings:
         self._added.add(request.slot)
 
     def apply_staged_writes(self) -> None:
+        """Writes the staged settings to the device's table, without waiting for the device."""
         write_rows_(self._table, {slot: self._by_slot[slot] for slot in self._added})
         self._added.clear()
         self._latest = None
@@ -125,30 +130,31 @@ class MaskedSlotSettings:
         self._added.discard(slot)
 
     def are_scaled(self, batch: CanvasBatch) -> bool:
-        """Whether temperature, top_k, top_p or min_p change any logits of the batch: at temperature
-        0, vLLM drops all of them."""
+        """Returns whether temperature, top_k, top_p or min_p change any logits of the batch. At
+        temperature 0 vLLM drops them all."""
         return any(not one.is_greedy for one in self._asked(batch.slots_np.tolist()))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: whether the slots' drafts are verified, see `verified_step` and
-        `shifted_step`."""
+        """Returns [n] bool: whether the drafts of the slots [n] are verified, see `verified_step`
+        and `shifted_step`."""
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
-        """Returns the settings of a step's canvases, made once for consecutive steps of the same
-        requests."""
+        """Returns the settings of a step's canvases. Consecutive steps of the same slots get the
+        same object."""
         slots = batch.slots_np.tolist()
         if self._latest is None or self._latest[0] != slots:
             self._latest = slots, self._gather(batch, self._asked(slots))
         return self._latest[1]
 
     def _asked(self, slots: list[int]) -> list[_Settings]:
-        """Returns the settings of the slots' requests. A warm-up's slots have none."""
+        """Returns the settings of the slots' requests. Skips slots of a warm-up, which have
+        none."""
         return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
     def _gather(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
-        """Reads the columns of the batch's slots on the device, but for those that no request uses,
-        as the host's copies `asked` show without waiting."""
+        """Reads the settings of the batch's slots from the device's table, without waiting. The
+        host's copies `asked` tell which columns no request uses; these are None."""
         table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
         columns: dict[str, Any] = {
             name: _as_type(name, column)
@@ -160,14 +166,14 @@ class MaskedSlotSettings:
 
 
 def _as_type(name: str, column: torch.Tensor) -> torch.Tensor:
-    """Converts a column of the table to the dtype of its field."""
+    """Returns a column of the table in the dtype of its field."""
     if name in _FLAGS:
         return column > 0
     return column.long() if name in _COUNTS else column
 
 
 def _read_settings(options: RequestOptions, temperature: float) -> _Settings:
-    """Returns a request's settings as numbers."""
+    """Returns a request's settings as numbers. `temperature`: the request's; 0 is greedy."""
     rule = options.acceptance
     threshold, least, entropy_bound = _NEVER, options.accept_tokens or _EVEN_SHARE, NO_BOUND
     edit_threshold = _NEVER if options.edit_probability is None else options.edit_probability

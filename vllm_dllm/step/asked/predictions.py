@@ -30,21 +30,24 @@ from vllm_dllm.step.slots import CanvasSlots, Index
 
 
 class Expected(NamedTuple):
-    """What is expected of n blocks; NO_TOKEN: nothing."""
+    """The tokens that are expected in n blocks; NO_TOKEN where none is."""
 
     canvas: torch.Tensor  # [n, C] int64, tokens that the blocks start from
     guess: torch.Tensor  # [n, C] int64, tokens that the next best guess is compared with
 
     def fill_canvas(self, canvas: torch.Tensor) -> torch.Tensor:
-        """Returns `canvas` [n, C] with the expected tokens where there are some."""
+        """Returns `canvas` [n, C] with the expected tokens in place of its own where any are
+        expected."""
         return torch.where(self.canvas == NO_TOKEN, canvas, self.canvas)
 
     def fill_guess(self, guess: torch.Tensor) -> torch.Tensor:
-        """Returns `guess` [n, C] with the expected tokens where there are some."""
+        """Returns `guess` [n, C] with the expected tokens in place of its own where any are
+        expected."""
         return torch.where(self.guess == NO_TOKEN, guess, self.guess)
 
     def spread_to_rows(self, rows: torch.Tensor, count: int) -> "Expected":
-        """Returns what is expected of `count` blocks: these in `rows`, nothing in the others."""
+        """Returns what is expected of `count` blocks [count, C]. Block `rows[j]` gets row j of this
+        object's k rows; the other blocks get NO_TOKEN."""
         nothing = self.canvas.new_full((count, self.canvas.shape[1]), NO_TOKEN)
         return Expected(*(nothing.index_copy(0, rows, of_rows) for of_rows in self))
 
@@ -57,7 +60,8 @@ class Predicted(NamedTuple):
 
 
 class Predictions:
-    """Predictions by slot; only requests with a prediction cost anything."""
+    """Keeps predictions by slot, and the place that each answer has reached in its prediction. A
+    request without one costs nothing."""
 
     def __init__(self, slots: CanvasSlots, req_states: RequestState) -> None:
         self._slots, self._req_states = slots, req_states
@@ -71,11 +75,15 @@ class Predictions:
         self._predicted: set[int] = set()
 
     def add_request(self, request: NewRequest) -> None:
+        """Stages the request's prediction for `apply_staged_writes`, if it has one."""
         if request.options.prediction_tokens:
             self._added[request.slot] = request
             self._predicted.add(request.slot)
 
     def apply_staged_writes(self) -> None:
+        """Copies the staged predictions to the device, and writes what is expected of the first
+        blocks into their slots' canvases and guesses. A resumed request's first block is the next
+        one of its answer."""
         for slot, request in self._added.items():
             idx = slice(slot, slot + 1)
             self._store(idx, request.options.prediction_tokens)
@@ -91,11 +99,12 @@ class Predictions:
         self._predicted.discard(slot)
 
     def any_in(self, batch: CanvasBatch) -> bool:
-        """Whether any request of the batch has a prediction."""
+        """Returns whether any request of the batch has a prediction."""
         return not self._predicted.isdisjoint(batch.slots_np.tolist())
 
     def find_predicted(self, batch: CanvasBatch) -> Predicted | None:
-        """Returns the canvases whose requests have a prediction. None: no request has one."""
+        """Returns the canvases whose requests have a prediction. Returns None if no request has
+        one."""
         if not self.any_in(batch):
             return None
         rows = np.array(
@@ -111,10 +120,10 @@ class Predictions:
         self,
         predicted: Predicted,
         blocks: torch.Tensor,  # [n, C] int64
-        emitted: torch.Tensor,  # [n] int64, tokens of the blocks that are the answers' now
+        emitted: torch.Tensor,  # [n] int64, how many tokens of each block were emitted
     ) -> Expected:
-        """Moves the answers' places on by what was emitted, and returns what is expected of the
-        next n blocks."""
+        """Moves the place of each answer in its prediction on by the emitted tokens. Returns what
+        is expected of the next n blocks."""
         rows, slots = predicted
         before, count = self._position[slots], emitted[rows]
         after = locate_next_block(self._tokens[slots], before, blocks[rows], count)
@@ -129,10 +138,10 @@ class Predictions:
         valid: torch.Tensor | None,  # [n, C] bool, positions that are part of the canvas; None: all
         may_move: torch.Tensor,  # [n] bool, blocks that had their first step and are denoised on
     ) -> Expected:
-        """Returns the expected tokens that move within the n blocks, as their first guess shows;
-        NO_TOKEN where the step's own tokens stay.
+        """Returns the expected tokens that move within the n blocks, because the first step's guess
+        adds or leaves out tokens. NO_TOKEN where the step's own tokens stay.
 
-        Accepted tokens stay, unless they only repeat what the canvas held.
+        An accepted token stays, unless it only repeats what the canvas held.
         """
         rows, slots = predicted
         own = guess[rows]
@@ -151,18 +160,21 @@ class Predictions:
         )
 
     def _expected(self, idx: Index) -> Expected:
-        """Returns what is expected of the slots' next blocks, [k, C]."""
+        """Returns what is expected of the next block of the slots `idx` [k], fields [k, C]."""
         return self._expected_at(idx, next_places(self._position[idx], self._slots.canvas.shape[1]))
 
     def _expected_at(self, idx: Index, places: torch.Tensor) -> Expected:
-        """Returns what is expected of canvases at `places` [k, C] of their predictions."""
+        """Returns what is expected of canvases whose positions are at `places` [k, C] of their
+        predictions. Behind the prediction's end, the guess is stop tokens, and the canvas holds one
+        of them."""
         length = self._length[idx]
         tokens = tokens_at(self._tokens[idx], places)
         guess = fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)
         return Expected(torch.where(places == length[:, None], guess, tokens), guess)
 
     def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
-        """Finds the place of a resumed request's answer again, block by block as before."""
+        """Sets the place of a resumed request's answer again, by following its emitted tokens block
+        by block. `idx`: its slot."""
         width = request.options.canvas_length or self._slots.canvas.shape[1]
         answers = self._req_states.all_token_ids.gpu[idx]
         for begin in range(request.prompt_len, request.prefill_len, width):
@@ -173,7 +185,8 @@ class Predictions:
             )
 
     def _store(self, idx: slice, prediction: list[int]) -> None:
-        """Copies a request's prediction to the device, in a longer table if it needs one."""
+        """Copies a request's prediction to the device, and sets its answer's place to 0. Replaces
+        the table by a wider one if the prediction does not fit."""
         length, old = len(prediction), self._tokens
         if length > old.shape[1]:  # few predictions are longer than all before
             self._tokens = old.new_full((len(old), 1 << (length - 1).bit_length()), NO_TOKEN)

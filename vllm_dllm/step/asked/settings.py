@@ -16,7 +16,7 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
 
 _NEVER_LIKELY = 2.0  # a threshold that no probability reaches
-_NONE_A_STEP = 0
+_NONE_A_STEP = 0  # of `reveal_per_step`: only the threshold reveals positions
 
 
 class Settings(NamedTuple):
@@ -51,12 +51,13 @@ class StepSettings(NamedTuple):
     t_span: float | torch.Tensor
     rules: StepRules
     is_greedy: torch.Tensor | None = None  # [n] bool; None: no canvas is
-    judges_answer_only: torch.Tensor | None = None  # [n] bool
+    judges_answer_only: torch.Tensor | None = None  # [n] bool; None: no canvas does
     reveal: RevealSettings | None = None  # None: no canvas reveals permanently
 
 
 class SlotSettings:
-    """The settings of every slot, and which slots have others than the server's."""
+    """The settings of every slot, in a table on the device. The host keeps those of slots that
+    differ from the server's settings."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class SlotSettings:
         canvas_length: int,
         device: torch.device,
     ) -> None:
+        """`config`, `load`: the server's settings, which requests may override."""
         self.load = load
         self.canvas_length, self.max_steps = canvas_length, config.max_denoising_steps
         # [slots, fields of `Settings`] fp32, of all requests
@@ -96,6 +98,7 @@ class SlotSettings:
         self._own: dict[int, Settings] = {}  # of slots with settings of their own
 
     def add_request(self, request: NewRequest) -> None:
+        """Stages the request's settings for `apply_staged_writes`."""
         temperature = request.params.temperature
         settings = self._read_settings(request.options, temperature, request.num_steps)
         self._added[request.slot] = settings
@@ -103,6 +106,7 @@ class SlotSettings:
             self._own[request.slot] = settings
 
     def apply_staged_writes(self) -> None:
+        """Writes the staged settings to the device's table, without waiting for the device."""
         write_rows_(self.table, self._added)
         self._added.clear()
 
@@ -113,7 +117,8 @@ class SlotSettings:
     def _read_settings(
         self, options: RequestOptions, temperature: float, num_steps: int
     ) -> Settings:
-        """Returns a request's settings, with the server's where it has none."""
+        """Returns a request's settings as numbers. The server's settings stand in for those it does
+        not set."""
         default = self._default
         t_min, t_span = default.t_min, default.t_span
         if options.t_min is not None and options.t_max is not None:
@@ -145,15 +150,15 @@ class SlotSettings:
         )
 
     def reveals(self, batch: CanvasBatch) -> bool:
-        """Whether any request of the batch reveals its best guesses permanently."""
+        """Returns whether any request of the batch reveals its best guesses permanently."""
         if not self._own:
             return False
         own = (self._own.get(slot) for slot in batch.slots_np.tolist())
         return any(settings is not None and settings.reveals for settings in own)
 
     def for_batch(self, batch: CanvasBatch) -> StepSettings:
-        """Returns the settings of a step's canvases; None in place of those that no request asks
-        for."""
+        """Returns the settings of a step's canvases, with the thresholds of the load stages that
+        apply. Settings that no request of the batch uses are None."""
         own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]
         if not own:
             return self._defaults_for_all
@@ -187,7 +192,7 @@ def _positions_a_step(
     per_step: torch.Tensor,  # [n] int64, see `Settings.reveal_per_step`
     lengths: torch.Tensor,  # [n] int64, of the canvases
 ) -> torch.Tensor:
-    """Returns how many positions of each canvas a step reveals, [n] int64."""
+    """Returns [n] int64: how many positions of each canvas a step reveals at least."""
     num_steps = (-per_step).clamp(min=1)
     return torch.where(per_step < 0, (lengths + num_steps - 1) // num_steps, per_step)
 
@@ -195,9 +200,10 @@ def _positions_a_step(
 def reveal_rule(
     settings: StepSettings,
     revealed: torch.Tensor,  # [n, C] bool
-    tokens: torch.Tensor,  # [n, C] int64, the canvas of this step
+    tokens: torch.Tensor,  # [n, C] int64, last best guesses, which revealed positions keep
 ) -> Reveal | None:
-    """Returns which canvases reveal best guesses permanently, and how. None: none does."""
+    """Returns which canvases reveal best guesses permanently, and by which rule. Returns None if no
+    canvas does."""
     if settings.reveal is None:
         return None
     return Reveal(*settings.reveal, revealed, tokens)
@@ -207,7 +213,7 @@ def write_rows_(
     table: torch.Tensor,  # [slots, k] fp32
     rows: Mapping[int, Sequence[float]],  # by slot, k values each
 ) -> None:
-    """Writes rows of a table without waiting for the device."""
+    """Overwrites rows of `table` in place, without waiting for the device."""
     slots = np.fromiter(rows, dtype=np.int64)
     values = np.array(list(rows.values()), dtype=np.float32)
     table[async_tensor_h2d(slots, device=table.device)] = async_tensor_h2d(

@@ -31,25 +31,26 @@ class CanvasLogits(Protocol):
     def read(
         self,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
-        draw: torch.Tensor,  # [rows] float64 in [0, 1), by which candidates are drawn
+        draw: torch.Tensor,  # [rows] float64 in [0, 1), the numbers that candidates are drawn by
     ) -> ReadRows:
-        """Computes statistics and expected embeddings of all rows."""
+        """Returns statistics and expected embeddings of all rows."""
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
-        """Yields the model's logits of canvas i, [L, V] fp32, some rows at a time from the left."""
+        """Yields the model's logits of canvas i as [L, V] fp32, some rows at a time, in order."""
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
-        """Yields what `raw` does, with the request's rules applied, before the temperature."""
+        """Yields the logits of `raw` with the request's rules applied and without a temperature."""
 
     def row(self, i: int, position: int) -> torch.Tensor:
-        """Returns the logits of one position, [V] fp32, with the rules that need no other row."""
+        """Returns the logits [V] fp32 of one position of canvas i, with the rules that need no
+        other row."""
 
     def exclude(self, i: int, masks: RowMasks) -> None:
-        """Excludes all but the legal tokens from canvas i, in what is read from now on."""
+        """Excludes the tokens that `masks` does not allow from canvas i, in all later reads."""
 
 
 class WholeLogits:
-    """`CanvasLogits` made of logits [rows, V] fp32."""
+    """`CanvasLogits` made of logits [rows, V] fp32. Requests' rules are applied once, to a copy."""
 
     def __init__(
         self,
@@ -85,13 +86,15 @@ class WholeLogits:
         return self._processed[self.batch.rows_of(i)][position]
 
     def _record_and_tile(self) -> Iterator[slice]:
-        """Records the memory of one tile of rows, and returns the slices of all tiles."""
+        """Returns slices that split all rows into tiles, and records the memory that one tile
+        takes."""
         num_rows = len(self._raw)
         self._record_memory(min(num_rows, self.tile_rows))
         return tiles(slice(0, num_rows), self.tile_rows)
 
     def _record_memory(self, num_rows: int) -> None:
-        """Records the memory of the logits and of what is made of `num_rows` rows at a time."""
+        """Records the memory of the logits and of the values computed from `num_rows` rows at a
+        time."""
         held = 1 if self._processed is self._raw else 2
         self.memory.record(
             held * self._raw.nbytes + num_rows * self._raw.shape[1] * BYTES_PER_WHOLE_LOGIT
@@ -112,17 +115,18 @@ class WholeLogits:
         yield self._of_canvas(self._processed, i)
 
     def _of_canvas(self, logits: torch.Tensor, i: int) -> torch.Tensor:
-        """Returns canvas i's rows of `logits`."""
+        """Returns canvas i's rows of `logits`, a view, and records their memory."""
         rows = logits[self.batch.rows_of(i)]
         self._record_memory(len(rows))
         return rows
 
 
 class MaskedLogits(WholeLogits):
-    """The logits of masked models, from which candidates are drawn and nothing else is read."""
+    """The logits of masked models' canvases, from which candidates are drawn."""
 
     def all_rows(self, *, in_process: bool) -> torch.Tensor:
-        """Returns [rows, V] fp32: what `processed` yields of all canvases, or `raw`."""
+        """Returns the logits of all canvases [rows, V] fp32: with requests' rules applied if
+        `in_process`, else as the model computed them. No copy is made."""
         return self._processed if in_process else self._raw
 
     def draw(
@@ -133,7 +137,7 @@ class MaskedLogits(WholeLogits):
         *,
         judges_unscaled: bool = False,  # take probabilities before temperature and truncation
     ) -> Candidates:
-        """Draws a candidate for each row."""
+        """Draws a candidate for each row, tile by tile. Returns fields [rows]."""
         parts = []
         for rows in self._record_and_tile():
             scaled, own, judged = self._processed[rows], None, None
@@ -154,7 +158,8 @@ class MaskedLogits(WholeLogits):
         uniform: torch.Tensor | None,  # [k] float64; None: all are greedy
         is_greedy: torch.Tensor,  # [rows] bool
     ) -> torch.Tensor:
-        """Draws a token from each of `rows`, [k] int64, but none that it excludes."""
+        """Returns [k] int64: a token drawn from each of `rows`, outside those that the row
+        excludes."""
         parts = []
         for places in torch.arange(len(rows), device=rows.device).split(self.tile_rows):
             own = rows[places]
@@ -168,7 +173,8 @@ class MaskedLogits(WholeLogits):
         return torch.cat(parts)
 
     def exclude_tokens(self, canvases: Sequence[int], tokens: torch.Tensor) -> None:
-        """Excludes `tokens` [m] int64 from these canvases, in what is read from now on."""
+        """Excludes `tokens` [m] int64 from the canvases with indices `canvases`, in all later
+        reads."""
         if canvases and self._processed is self._raw:
             self._processed = self._raw.clone()
         for i in canvases:
@@ -184,8 +190,8 @@ class MaskedLogits(WholeLogits):
         *,
         judges_unscaled: bool,
     ) -> Candidates:
-        """Draws a candidate of the set `words` from one row, fields [1]. Its probability is that
-        among all tokens."""
+        """Draws a candidate of the set `words` from one row. Returns fields [1]. The candidate's
+        probability is that among all tokens."""
         rows = slice(row, row + 1)
 
         def scaled(logits: torch.Tensor) -> torch.Tensor:
@@ -201,19 +207,20 @@ class MaskedLogits(WholeLogits):
 
 
 def tiles(rows: slice, length: int) -> Iterator[slice]:
-    """Splits `rows` into slices of at most `length`."""
+    """Yields consecutive slices of at most `length` rows, which together are `rows`."""
     for first in range(rows.start, rows.stop, length):
         yield slice(first, min(first + length, rows.stop))
 
 
 def read_rows(soft: SoftEmbedding, scaled: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-    """Computes statistics and expected embeddings of scaled logits [rows, V]."""
+    """Returns statistics and expected embeddings of scaled logits [rows, V] fp32. Candidates are
+    drawn by the numbers `draw` [rows] float64."""
     stats, probs = row_stats(scaled, draw)
     return stats, soft.embed_rows(scaled, probs)
 
 
 def concat_rows(parts: Sequence[ReadRows]) -> ReadRows:
-    """Joins what was read of consecutive rows."""
+    """Returns what was read of consecutive rows as one."""
     if len(parts) == 1:
         return parts[0]
     stats = RowStats(*(torch.cat(c) for c in zip(*(stats for stats, _ in parts), strict=True)))

@@ -23,7 +23,8 @@ def _positions(length: int, device: torch.device) -> torch.Tensor:
 
 
 class LogitFilters:
-    """Rules by slot; only requests that ask for some are in here, so others cost nothing."""
+    """Keeps requests' rules and truncations by slot, and applies them to logits. Requests without
+    any have no entry and cost nothing."""
 
     def __init__(self, req_states: RequestState, sampling_states: SamplingStates) -> None:
         self.req_states = req_states
@@ -37,6 +38,8 @@ class LogitFilters:
     # --- requests ---------------------------------------------------------------------------
 
     def add_request(self, request: NewRequest) -> None:
+        """Stages the request's rules for `apply_staged_writes`, and notes whether it truncates
+        logits."""
         params = request.params
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(request.slot)
@@ -50,6 +53,8 @@ class LogitFilters:
         self._added = [added for added in self._added if added[0].slot != slot]
 
     def apply_staged_writes(self) -> None:
+        """Makes the rules of staged requests. Copies the tokens of all of them to the device at
+        once."""
         if not self._added:
             return
         of_all = copy_to_device(self.device, [tokens for _, tokens in self._added])
@@ -59,7 +64,7 @@ class LogitFilters:
         self._added.clear()
 
     def _make_rules(self, request: NewRequest, tokens: DeviceRuleTokens) -> LogitRules:
-        """Makes the rules of a request's parameters."""
+        """Returns the rules that a request's sampling parameters set."""
         params = request.params
         words = params.bad_words_token_ids or []
         rules = LogitRules(
@@ -75,7 +80,7 @@ class LogitFilters:
         return rules
 
     def _make_penalties(self, request: NewRequest) -> Penalties:
-        """Makes a request's penalties, with counts of the tokens emitted so far."""
+        """Returns a request's penalties, with counts of the tokens emitted before it was added."""
         params, prompt_len = request.params, request.prompt_len
         tokens = self.req_states.all_token_ids.gpu[request.slot]
         # After a preemption the prefill holds the blocks committed so far, too.
@@ -93,13 +98,14 @@ class LogitFilters:
     # --- a step -----------------------------------------------------------------------------
 
     def canvases_with_rules(self, batch: CanvasBatch) -> list[int]:
-        """Returns indices of canvases whose requests have rules, see `rules_of_canvas`."""
+        """Returns the indices of canvases whose requests have rules, see `rules_of_canvas`."""
         if not self._rules:
             return []
         return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._rules]
 
     def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
-        """Returns indices of canvases whose requests need all logits of a row at once."""
+        """Returns the indices of canvases whose requests have rules or truncate logits, which needs
+        all logits of a row at once."""
         if not self._rules and not self._truncated:
             return []
         slots = batch.slots_np.tolist()
@@ -115,8 +121,8 @@ class LogitFilters:
         kept: torch.Tensor | None = None,  # [C] int64, tokens revealed for good; < 0: none yet
         lead: torch.Tensor | None = None,  # [] int64, see `CanvasRules`
     ) -> CanvasRules:
-        """Returns the rules that canvas i's request applies before the temperature; empty ones if
-        it has none."""
+        """Returns the rules that canvas i's request applies before the temperature; without effect
+        if it has none."""
         slot = int(batch.slots_np[i])
         rules = self._rules.get(slot) or LogitRules()
         before = self._tokens_before(slot, start, rules.bad_words.reach)
@@ -128,8 +134,8 @@ class LogitFilters:
         batch: CanvasBatch,
         rows: slice | torch.Tensor,  # of the batch's rows
     ) -> torch.Tensor:
-        """Returns `scaled` without the tokens that min_p, top_k and top_p leave out: their logits
-        become `TRUNCATED_LOGIT`. May change `scaled` in place."""
+        """Returns `scaled` with the logits of tokens that min_p, top_k and top_p leave out set to
+        `TRUNCATED_LOGIT`. May change `scaled` in place."""
         if self._truncated.isdisjoint(batch.slots_np.tolist()):
             return scaled
         states, slots = self.sampling_states, batch.expand_to_rows(batch.slots)[rows]
@@ -144,7 +150,7 @@ class LogitFilters:
         blocks: torch.Tensor,  # [n, C] int
         emitted: torch.Tensor,  # [n] int, tokens
     ) -> None:
-        """Counts emitted tokens for penalties."""
+        """Adds emitted tokens to the counts of requests with penalties, in place."""
         for i, slot in enumerate(batch.slots_np.tolist()):
             rules = self._rules.get(slot)
             if rules is not None and rules.penalties is not None:
@@ -160,8 +166,8 @@ class LogitFilters:
         blocks: torch.Tensor,  # [n, C] int64
         emitted: torch.Tensor,  # [n] int64, tokens
     ) -> None:
-        """Writes emitted tokens to the runner's `all_token_ids`, before the runner does, for rules
-        that look back."""
+        """Writes the emitted tokens of requests with bad words to the runner's `all_token_ids`, in
+        place. The runner writes them later, but rules applied in this step look back at them."""
         for i in self.canvases_with_rules(batch):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
             if self._rules[slot].bad_words:
@@ -173,8 +179,8 @@ class LogitFilters:
                 tokens[positions] = torch.where(is_emitted, block, tokens[positions])
 
     def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
-        """Returns the `count` tokens before position `start` ([] int64), [count] int64; NO_TOKEN in
-        place of the prompt's."""
+        """Returns [count] int64: the tokens of the slot's request before position `start` ([]
+        int64). Those of the prompt are NO_TOKEN."""
         positions = start - count + torch.arange(count, device=self.device)
         tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
         is_own = positions >= int(self.req_states.prompt_len.np[slot])

@@ -10,8 +10,8 @@ from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 
 
 class RowMasks(NamedTuple):
-    """The legal tokens of some of a canvas' rows, see `vllm_dllm.grammar`. They stay on the host:
-    with a large vocabulary they take megabytes, and are needed some rows at a time."""
+    """The legal tokens of some rows of a canvas, see `vllm_dllm.grammar`. They stay on the host,
+    because with a large vocabulary they take megabytes, and only some rows are needed at a time."""
 
     rows: np.ndarray  # [m] int64, rising, rows of the canvas
     words: np.ndarray  # [m, W] uint32, a bit for each token
@@ -21,7 +21,8 @@ class RowMasks(NamedTuple):
         logits: torch.Tensor,  # [l, V] fp32, changed in place
         first: int,  # row of the canvas
     ) -> None:
-        """Excludes all but the legal tokens from the rows `first` to `first + l` of the canvas."""
+        """Excludes the tokens that are not legal from rows `first` to `first + l` of the canvas.
+        Rows without an entry stay."""
         begin, end = np.searchsorted(self.rows, (first, first + len(logits)))
         if begin == end:
             return

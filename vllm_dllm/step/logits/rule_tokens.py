@@ -22,7 +22,7 @@ class RuleTokens(NamedTuple):
 
     @classmethod
     def from_request(cls, request: NewRequest, vocab_size: int) -> "RuleTokens":
-        """Collects the tokens that a request's parameters name."""
+        """Returns the tokens that a request's parameters name."""
         params = request.params
         allowed = params.allowed_token_ids
         if request.options.constrained:
@@ -42,12 +42,12 @@ class RuleTokens(NamedTuple):
         )
 
     def __bool__(self) -> bool:
-        """Whether any token is named."""
+        """Returns whether any token is named."""
         return any(self)
 
     def to_arrays(self) -> list[np.ndarray]:
-        """Returns arrays [k] int64, in the order of `copy_to_device`. Biases are float64 whose bits
-        are copied."""
+        """Returns an array [k] int64 for each field, in the order that `copy_to_device` reads. The
+        array of biases holds the bits of float64 numbers."""
         tokens = (self.allowed, self.never, self.biased, self.early_stops)
         biases = np.array(self.biases, dtype=np.float64).view(np.int64)
         return [*(np.array(each, dtype=np.int64) for each in tokens), biases]
@@ -63,14 +63,14 @@ class DeviceRuleTokens(NamedTuple):
     biases: torch.Tensor  # [k] fp32
 
     def make_bias(self, vocab_size: int) -> torch.Tensor | None:
-        """Makes `LogitRules.bias`, [V] fp32; None: no token is biased."""
+        """Returns `LogitRules.bias`, [V] fp32. Returns None if no token is biased."""
         if not len(self.biased):
             return None
         bias = torch.zeros(vocab_size, device=self.biases.device)
         return bias.index_copy_(0, self.biased, self.biases)
 
     def make_excluded(self, vocab_size: int) -> torch.Tensor | None:
-        """Makes `LogitRules.excluded`, [V] bool; None: no token is excluded."""
+        """Returns `LogitRules.excluded`, [V] bool. Returns None if no token is excluded."""
         if not (len(self.allowed) or len(self.never)):
             return None
         leaves_others_out = len(self.allowed) > 0
@@ -83,7 +83,8 @@ class DeviceRuleTokens(NamedTuple):
 def copy_to_device(
     device: torch.device, requests: Sequence[RuleTokens]
 ) -> Iterator[DeviceRuleTokens]:
-    """Copies the tokens of each request to the device; there is at least one request."""
+    """Yields the tokens of each request on the device, copied for all requests at once, without
+    waiting. `requests` is not empty."""
     arrays = [tokens.to_arrays() for tokens in requests]
     flat = [array for of_request in arrays for array in of_request]
     copied = async_tensor_h2d(np.concatenate(flat), device=device)

@@ -11,7 +11,8 @@ BYTES_PER_WHOLE_LOGIT = 8 * 4
 
 
 def most_step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
-    """Returns the most bytes that a step of `rows` takes for logits and what is made of them."""
+    """Returns the most bytes that a step of `rows` rows takes for logits and the values computed
+    from them."""
     if model.streams_vocabulary:
         return budget_bytes
     # The LM head's output, its soft-capped copy, and one to which rules are applied.
@@ -20,7 +21,8 @@ def most_step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
 
 
 def rows_within_budget(vocab_size: int, budget_bytes: int) -> int:
-    """Returns how many rows of logits, with what is made of them, fit the budget; at least one."""
+    """Returns how many rows of logits, with the values computed from them, fit the budget; at least
+    1."""
     return max(1, budget_bytes // (vocab_size * BYTES_PER_WHOLE_LOGIT))
 
 
@@ -28,7 +30,8 @@ class SamplingMemory:
     """Records the most memory that logits have taken."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """`budget_bytes`: of tiles, beside logits that are held whole."""
+        """`budget_bytes`: the most that one tile of logits may take, beside logits that are held
+        whole."""
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
 

@@ -23,7 +23,8 @@ LOG_SECONDS = 10.0
 
 
 class RunningEmbedding(Protocol):
-    """The expected embeddings of rows whose logits come tile by tile of this rank's vocabulary."""
+    """Accumulates the expected embeddings of rows, whose logits come in tiles of this rank's
+    vocabulary."""
 
     def add_tile(
         self,
@@ -32,15 +33,16 @@ class RunningEmbedding(Protocol):
         weights: torch.Tensor | None,  # [rows, B, BLOCK], of `vocab_stream.read_blocks`
         embeddings: torch.Tensor,  # [Vt, H]
     ) -> None:
-        """Adds the next tile."""
+        """Adds the next Vt tokens of this rank's vocabulary."""
 
     def result(self) -> torch.Tensor:
-        """Returns [rows, H] in the model's type, over all ranks' vocabulary."""
+        """Returns [rows, H] in the model's dtype, over all ranks' vocabulary. All ranks must call
+        it."""
 
 
 class SoftEmbedding:
-    """Makes the expected embeddings of rows of logits: over all tokens, over those that matter more
-    than a tolerance, or over the most probable ones."""
+    """Computes the expected embeddings of rows of logits: exactly, within a tolerance, or over the
+    most probable tokens alone."""
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class SoftEmbedding:
         scaled: torch.Tensor,  # [rows, V] fp32, temperature-scaled
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
-        """Returns the expected embeddings of whole rows, [rows, H] in the model's type."""
+        """Returns the expected embeddings of rows that are held whole, [rows, H] in the model's
+        dtype."""
         if self.top_k is None:
             return self.model.soft_embeddings(scaled, probs)
         top = probs.topk(min(self.top_k, probs.shape[1]), dim=-1)
@@ -69,7 +72,8 @@ class SoftEmbedding:
         tokens: torch.Tensor,  # [rows, k] int64
         probs: torch.Tensor,  # [rows, k] fp32
     ) -> torch.Tensor:
-        """Returns expected embeddings over these tokens alone, [rows, H] in the model's type."""
+        """Returns expected embeddings over the given tokens alone, [rows, H] in the model's dtype.
+        Their probabilities are scaled to a sum of 1."""
         kept = probs.sum(dim=-1, keepdim=True)
         if self.dropped is not None:
             self.dropped.count_rows(1 - kept)
@@ -81,7 +85,8 @@ class SoftEmbedding:
         temperature: torch.Tensor,  # [rows, 1] fp32
         guess: torch.Tensor | None,  # [rows] int64, the step before's best guess; < 0: none
     ) -> RunningEmbedding:
-        """Begins the expected embeddings of these rows, whose logits will come tile by tile."""
+        """Returns an accumulator for the expected embeddings of these rows, whose logits come tile
+        by tile."""
         if self.top_k is not None:
             return _OfTopTokens(self, self.top_k)
         floor = None
@@ -102,7 +107,8 @@ class SoftEmbedding:
 
 
 class _Expected:
-    """Adds tiles, and joins the sums of all ranks."""
+    """Accumulates expected embeddings, exactly or within a tolerance, and joins the sums of all
+    ranks."""
 
     def __init__(self, model: Any, running: "ExpectedEmbedding | FusedExpectedEmbedding") -> None:
         self.model, self.running = model, running
@@ -113,7 +119,8 @@ class _Expected:
 
 
 class _OfTopTokens:
-    """Keeps the most probable tokens of all tiles, and embeds those of all ranks."""
+    """Keeps the most probable tokens of all tiles, and embeds the most probable ones of all
+    ranks."""
 
     def __init__(self, soft: SoftEmbedding, k: int) -> None:
         self.soft, self.running = soft, TopTokens(k)
@@ -138,8 +145,8 @@ class _OfTopTokens:
 
 
 class DroppedMass:
-    """Logs every `LOG_SECONDS` how much probability was left out. Only then it waits for the
-    device."""
+    """Counts the probability that is left out, and logs it every `LOG_SECONDS`. Waits for the
+    device only to log."""
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
@@ -147,7 +154,8 @@ class DroppedMass:
         self._logged = time.monotonic()
 
     def count_rows(self, dropped: torch.Tensor) -> None:
-        """Counts the probability left out of each row, `dropped` [rows, 1] fp32."""
+        """Counts the probability left out of each row, `dropped` [rows, 1] fp32, and logs if it is
+        time."""
         if self._parts is None:
             self._parts = torch.zeros(3, device=dropped.device)
         total, largest, rows = self._parts
@@ -158,6 +166,8 @@ class DroppedMass:
             self._log()
 
     def _log(self) -> None:
+        """Logs the mean and the largest probability left out of a row, and sets the counts to 0.
+        Waits for the device."""
         assert self._parts is not None
         total, largest, rows = self._parts.tolist()
         logger.info(

@@ -47,8 +47,8 @@ def tile_shape(
     fused_bytes: int | None,  # bytes of a logit in fused kernels; None: there are none
     on_cpu: bool = False,
 ) -> tuple[int, int]:
-    """Returns rows and tokens of a streamed tile. On a GPU, a launch costs more than a tile of few
-    rows: such a tile has as many tokens as fit."""
+    """Returns how many rows and tokens a streamed tile has. On a GPU, a tile of few rows gets as
+    many tokens as fit the budget, because launches cost more than such tiles."""
     num_bytes = _streamed_bytes(fused_bytes, on_cpu)
     if fused_bytes is None:
         most_rows, tokens = CACHED_TILE if on_cpu else (rows, TILE_TOKENS)
@@ -59,14 +59,15 @@ def tile_shape(
 
 
 def _streamed_bytes(fused_bytes: int | None, on_cpu: bool) -> int:
-    """Returns the bytes that a logit of a streamed tile takes."""
+    """Returns the bytes of memory that one logit of a streamed tile takes."""
     if fused_bytes is not None:
         return fused_bytes
     return _BYTES_PER_CACHED_LOGIT if on_cpu else _BYTES_PER_STREAMED_LOGIT
 
 
 class StreamedLogits:
-    """`CanvasLogits` made of hidden states [rows, H], with the arguments of `WholeLogits`."""
+    """`CanvasLogits` made of hidden states [rows, H]. Takes the arguments of `WholeLogits` except
+    `leads`."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class StreamedLogits:
         self._masks[i] = masks
 
     def row(self, i: int, position: int) -> torch.Tensor:
+        """Computes the logits of one position, and applies the rules that need no other row."""
         row = self.batch.rows_of(i).start + position
         logits = self.model.compute_logits(self.hidden[row : row + 1])
         rules = self.filters.rules_of_canvas(i, self.batch, self.starts[i], self.guesses[i]).rules
@@ -95,6 +97,7 @@ class StreamedLogits:
         return logits[0]
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
+        """Computes the logits of canvas i, as many rows at a time as fit the memory budget."""
         vocab_size, of_canvas = self.model.config.vocab_size, self.batch.rows_of(i)
         tile_rows = rows_within_budget(vocab_size, self.memory.budget_bytes)
         most_rows = min(tile_rows, of_canvas.stop - of_canvas.start)
@@ -103,6 +106,7 @@ class StreamedLogits:
             yield self.model.compute_logits(self.hidden[rows])
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
+        """Applies the request's rules and the excluded tokens to the logits of `raw`."""
         kept = None if self.kept is None else self.kept[i]
         rules = self.filters.rules_of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
         masks, first = self._masks.get(i), 0
@@ -114,7 +118,8 @@ class StreamedLogits:
             first += len(logits)
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-        """Reads rows tile by tile, and whole canvases of requests whose rules need whole rows."""
+        """Reads rows tile by tile. Canvases whose rules or masks need whole rows are read
+        separately, some whole rows at a time."""
         whole = sorted({*self.filters.needs_whole_rows(self.batch), *self._masks})
         if not whole:
             return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
@@ -142,7 +147,7 @@ class StreamedLogits:
         return RowStats(*(column[order] for column in stats)), soft[order]
 
     def _read_one(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
-        """Reads the whole rows of canvas i."""
+        """Returns statistics and expected embeddings of canvas i, computed from whole rows."""
         parts, first = [], self.batch.rows_of(i).start
         for logits in self.processed(i):
             rows = slice(first, first + len(logits))
@@ -153,7 +158,8 @@ class StreamedLogits:
         return concat_rows(parts)
 
     def _guess_rows(self) -> torch.Tensor | None:
-        """Returns the last step's best guesses, [rows] int64, if a tolerance needs them."""
+        """Returns the last step's best guesses, [rows] int64. Returns None if no tolerance needs
+        them."""
         return self.batch.flatten(self.guesses) if self.soft.tolerance else None
 
     def _stream(
@@ -163,7 +169,8 @@ class StreamedLogits:
         draw: torch.Tensor,
         guess: torch.Tensor | None,
     ) -> ReadRows:
-        """Reads rows of hidden states [rows, H], some rows and a tile of tokens at a time."""
+        """Returns statistics and expected embeddings of hidden states [rows, H], computed tile by
+        tile."""
         fused_bytes, on_cpu = self._fused_bytes(hidden), hidden.device.type == "cpu"
         tile_rows, tile_tokens = tile_shape(
             len(draw), self.memory.budget_bytes, fused_bytes, on_cpu
@@ -185,7 +192,8 @@ class StreamedLogits:
         )
 
     def _fused_bytes(self, hidden: torch.Tensor) -> int | None:
-        """Returns the bytes that a logit takes in fused kernels; None: they cannot read it."""
+        """Returns the bytes that a logit takes in fused kernels. Returns None where these cannot be
+        used."""
         weight = self.model.vocabulary_shard()[1]
         in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
         return _FUSED_COPIES * hidden.element_size() if in_place else None
@@ -198,7 +206,8 @@ class StreamedLogits:
         guess: torch.Tensor | None,
         tile_tokens: int,
     ) -> ReadRows:
-        """Reads one tile's rows, over all tiles of tokens and all ranks."""
+        """Returns statistics and expected embeddings of some rows, over all tiles of tokens and all
+        ranks."""
         _, weight = self.model.vocabulary_shard()
         head = self.model.lm_head_shard()
         soft = self.soft.start_rows(hidden, temperature, guess)
@@ -213,7 +222,7 @@ class StreamedLogits:
     def _reader(
         self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor
     ) -> "VocabReader | FusedVocabReader":
-        """Makes the reader of this rank's vocabulary for the device."""
+        """Returns the reader of this rank's vocabulary for the device."""
         first_token, weight = self.model.vocabulary_shard()
         if not hidden.is_cuda:
             return VocabReader(self.model.cap_logits, temperature, draw, first_token)

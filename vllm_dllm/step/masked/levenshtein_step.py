@@ -28,12 +28,13 @@ from vllm_dllm.step.canvas_stages import Found
 from vllm_dllm.step.masked.masked_step import Decided, MaskedStep
 
 MOST_STEPS = 1000
-"""Denoise steps of a block; the last one reveals all that is hidden."""
+"""The most denoise steps of a block. The last of them reveals all that is hidden."""
 _TRIES = 5  # tokens that a step replaces to get a block out of a loop
 
 
 class LevenshteinStep(MaskedStep):
-    """Edits blocks: reveals, replaces, deletes and inserts tokens (`denoise.levenshtein`)."""
+    """Edits blocks by the rules of `denoise.levenshtein`: reveals, replaces, deletes and inserts
+    tokens."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -62,8 +63,8 @@ class LevenshteinStep(MaskedStep):
         return draws._replace(is_greedy=draws.is_greedy | revealed, judges_unscaled=True)
 
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
-        """Returns what grammars reveal: at least one token a step. Canvases that have a grammar
-        neither delete nor insert."""
+        """Returns what grammars reveal: at least one token a step. Excludes delete and insert
+        tokens from the logits of canvases with a grammar, in place."""
         draws.logits.exclude_tokens(
             self.requests.grammars.canvases_with_grammar(found.batch), self._moving
         )
@@ -77,7 +78,8 @@ class LevenshteinStep(MaskedStep):
         rules: MaskedRules,
         held: Held | None,
     ) -> Decided:
-        """Writes candidates into the canvases, deletes and inserts, and says which are finished."""
+        """Writes candidates into the canvases, deletes and inserts tokens, and decides which blocks
+        are finished. Stores the block's original masks and fingerprints for its next steps."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         idx = batch.slot_index
@@ -134,11 +136,9 @@ class LevenshteinStep(MaskedStep):
         written: torch.Tensor,  # [n, C] int64
         may_escape: torch.Tensor,  # [n] bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gets blocks out of loops. While a canvas equals what an earlier step of its block wrote,
-        one of the positions that this step changes gets another token, at most `_TRIES` times.
-
-        Returns the canvases [n, C] int64 and their fingerprints [n] int64.
-        """
+        """Gets blocks out of loops. As long as a canvas equals one that an earlier step of its
+        block wrote, another token is drawn for one of the positions that this step changes, at most
+        `_TRIES` times. Returns the canvases [n, C] int64 and their fingerprints [n] int64."""
         batch, numbers, idx = found.batch, found.numbers, found.batch.slot_index
         mark = fingerprint(written, step.valid)
         steps = torch.arange(MOST_STEPS, device=self.device)
@@ -168,8 +168,9 @@ class LevenshteinStep(MaskedStep):
         return written, mark
 
     def _store_round(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
-        """Stores original masks and fingerprints for the block's next steps. A step that is taken
-        back stores no masks, and the step that repeats it overwrites its fingerprint."""
+        """Stores `original` [n, C] bool and the fingerprints `mark` [n] int64 for the blocks' next
+        steps. A step that is taken back stores no masks, and the step that repeats it overwrites
+        its fingerprint."""
         idx = found.batch.slot_index
         if found.cut is not None:
             original = torch.where(found.cut[:, None], self._original[idx], original)

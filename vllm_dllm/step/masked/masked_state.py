@@ -22,7 +22,7 @@ from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 
 class CausalModelState(DiffusionModelState):
-    """The state of models whose known rows are causal; a canvas' rows see each other and all known
+    """The state of models whose known rows are causal. A canvas' rows see each other and all known
     rows."""
 
     step_cls: type[MaskedStep] = VerifiedStep
@@ -58,7 +58,8 @@ class MaskedModelState(CausalModelState):
         return AttnRequests.one_each(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
-        """Returns the tokens of a block, for all requests; 1 where `image_spans` has the blocks."""
+        """Returns how many tokens a block has, one number for all requests. Returns 1 for
+        FlashAttention-4, which reads blocks from `image_spans`."""
         return self.step.block_length if self.by_blocks else 1
 
     @property
@@ -68,8 +69,8 @@ class MaskedModelState(CausalModelState):
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
-        """Returns [num_tokens, 2] int32: the block of each row, for FlashAttention-4, which knows
-        images but no blocks. None for Triton."""
+        """Returns [num_tokens, 2] int32: the block of each row, as if it were an image.
+        FlashAttention-4 reads it, which knows images but no blocks. Returns None for Triton."""
         spans, num_tokens = self._block_spans, input_batch.num_tokens
         if spans is None:
             return None
@@ -89,19 +90,21 @@ class LevenshteinModelState(MaskedModelState):
 
 
 class ShiftedModelState(MaskedModelState):
-    """The state of models whose rows have the next token's logits. Drafts are verified causally, so
-    their requests have blocks of one token in that step."""
+    """The state of models whose rows have the next token's logits. A step that verifies drafts
+    reads them causally: their requests then have blocks of one token."""
 
     step_cls = ShiftedStep
     step: ShiftedStep
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
+        """Returns the tokens of each request's block: 1 for drafts that this step verifies."""
         length = super().causal(requests, input_batch)
         if not self.step.may_verify(input_batch):
             return length
         return torch.where(self.step.verifies(requests.slots), 1, length)
 
     def _block_length_of_rows(self, input_batch: InputBatch) -> torch.Tensor | int:
+        """Returns the tokens of each row's block: 1 for rows of drafts that this step verifies."""
         length = super()._block_length_of_rows(input_batch)
         if not self.step.may_verify(input_batch):
             return length
@@ -113,7 +116,7 @@ class ShiftedModelState(MaskedModelState):
 
 
 def state_class(family: Family) -> type[CausalModelState]:
-    """Returns the class of a family's model state."""
+    """Returns the class of model states for a family."""
     if family.is_causal:
         return CausalModelState
     if family.is_shifted:

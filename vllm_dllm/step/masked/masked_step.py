@@ -50,12 +50,13 @@ class Decided(NamedTuple):
 
 
 class MaskedStep(CanvasStep):
-    """Reveals hidden positions. Subclasses differ in which rows predict a position, which tokens
-    are known before the first step, and what revealed tokens may become."""
+    """Reveals hidden positions of canvases. Subclasses differ in which rows predict a position,
+    which tokens are known before the first step, and whether revealed tokens may change."""
 
     self_conditions = False
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
+        """Returns the requests' state, and keeps what the checkpoint says of masks and blocks."""
         self.config = config = MaskedConfig.from_vllm_config(vllm_config)
         self.mask_id, self.family = config.mask_id, config.family
         self.block_length, self.blocks_in_flight = config.block_length, config.blocks_in_flight
@@ -79,6 +80,8 @@ class MaskedStep(CanvasStep):
         )
 
     def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
+        """Returns [num_reqs] int64: how many known tokens each request has in a block that they do
+        not fill."""
         known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
         if self.batch is not None:
             known_ends = known_ends.index_add(0, self.batch.requests, -self.batch.lengths)
@@ -91,8 +94,8 @@ class MaskedStep(CanvasStep):
         starts: torch.Tensor,
         input_batch: InputBatch,
     ) -> torch.Tensor | None:
-        """Returns [n] bool: canvases of which the scheduler ran only a part; None: surely none. A
-        canvas ends where its last block or the context ends."""
+        """Returns [n] bool: canvases of which the scheduler ran only a part. Returns None if surely
+        none is cut. A whole canvas ends where its last block or the context ends."""
         if not self.requests.joins_commits:  # the host may not know where canvases begin
             if (batch.lengths_np == self.canvas_length).all():
                 return None
@@ -104,14 +107,15 @@ class MaskedStep(CanvasStep):
 
     def _parts(self, found: Found) -> torch.Tensor | None:
         """Returns [n, C] int64: the part of its canvas that each position belongs to. Parts are
-        revealed one after another. None: a canvas is one part."""
+        revealed one after another. Returns None if a canvas is one part."""
         if self.part_length is None:
             return None
         return self._positions(found) % self.canvas_length // self.part_length
 
     def _counted_positions(self, found: Found) -> torch.Tensor | None:
-        """Returns [n, C] bool: positions that must be revealed before a canvas is finished; None:
-        all. With several blocks in flight, positions behind the answer's end do not count."""
+        """Returns [n, C] bool: positions that must be revealed before a canvas is finished. Returns
+        None if all must. With several blocks in flight, positions behind the answer's end do not
+        count."""
         batch, end = found.batch, found.numbers.end[:, None]
         if self.blocks_in_flight == 1:
             return batch.valid
@@ -123,13 +127,15 @@ class MaskedStep(CanvasStep):
         return counts if batch.valid is None else counts & batch.valid
 
     def _ahead(self, rules: MaskedRules, settings: MaskedStepSettings) -> Ahead | None:
-        """Returns what is revealed behind the first unfinished block; None: nothing is."""
+        """Returns how positions behind the first unfinished block are revealed. Returns None if
+        none are."""
         if self.blocks_in_flight == 1:
             return None
         return Ahead(threshold_ahead(rules.threshold), settings.blocks_in_flight)
 
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
-        """Returns what grammars reveal in this step. None: no canvas has a grammar."""
+        """Returns what grammars reveal in this step, and waits for the device to find it. Returns
+        None if no canvas has a grammar."""
         grammars = self.requests.grammars
         assert isinstance(grammars, GrammarRuns)
         skipped = found.numbers.is_committing == 1
@@ -142,8 +148,8 @@ class MaskedStep(CanvasStep):
         )
 
     def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
-        """Returns the step's logits `source` [rows, V], with the temperatures and the noise by
-        which candidates are drawn from them."""
+        """Returns the step's logits, made of `source` [rows, V], with the temperatures and the
+        noise that candidates are drawn by."""
         batch, settings = found.batch, found.settings
         of_slots = self.requests.settings
         assert isinstance(settings, MaskedStepSettings) and isinstance(of_slots, MaskedSlotSettings)
@@ -171,13 +177,14 @@ class MaskedStep(CanvasStep):
         )
 
     def _noise(self, found: Found) -> torch.Tensor:
-        """Returns uniform numbers [n, C] float64 in [0, 1), by which candidates are drawn."""
+        """Returns [n, C] float64 in [0, 1): the uniform numbers that candidates are drawn by."""
         numbers, positions = found.numbers, self._positions(found)
         return noise.uniform(numbers.noise_key, positions, numbers.steps_done, noise.CANDIDATE)
 
     def _leads(self, found: Found) -> dict[int, torch.Tensor]:
         """Returns, by index of the canvas, how many positions ahead its rows predict: [] int64, see
-        `CanvasRules`. Canvases that are not in it predict their own positions."""
+        `CanvasRules`. Canvases without an entry predict their own positions. In this class, all
+        do."""
         return {}
 
     def _verified(
@@ -186,7 +193,8 @@ class MaskedStep(CanvasStep):
         draws: LegalDraws,
         tokens: torch.Tensor,  # [n, C] int64, candidates
     ) -> Verified | None:
-        """Returns what becomes of canvases that are drafts. None: no canvas is one."""
+        """Hook: returns what becomes of canvases that are drafts. Returns None if no canvas is one,
+        as in this class."""
         return None
 
     def _positions(self, found: Found) -> torch.Tensor:
@@ -194,7 +202,7 @@ class MaskedStep(CanvasStep):
         return found.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
 
     def _rules(self, found: Found) -> MaskedRules:
-        """Returns how this step chooses the positions that it reveals."""
+        """Returns the rules by which this step chooses the positions that it reveals."""
         numbers, settings = found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         return settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
@@ -207,7 +215,7 @@ class MaskedStep(CanvasStep):
         rules: MaskedRules,
         held: Held | None,
     ) -> Decided:
-        """Decides what canvases hold after this step, and which are finished."""
+        """Decides what the canvases hold after this step, and which are finished."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index
@@ -238,7 +246,7 @@ class MaskedStep(CanvasStep):
         return Decided(canvas, tokens, revealed, finished, edit_steps_done, is_committed)
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Draws a candidate for each position, and reveals some of them. Writes no slot."""
+        """Draws a candidate for each position, and reveals some of them. Moves grammars on."""
         batch, numbers, settings = found.batch, found.numbers, found.settings
         assert isinstance(settings, MaskedStepSettings)
         slots, idx = self.slots, batch.slot_index

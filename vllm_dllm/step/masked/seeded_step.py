@@ -22,7 +22,8 @@ from vllm_dllm.step.masked.masked_step import MaskedStep
 
 
 class SeededStep(MaskedStep):
-    """Samples the first token of each canvas from the row before it."""
+    """Samples the first token of each canvas before its first step, from the row before the
+    canvas."""
 
     _ended: CanvasBatch | None = None  # the last rows of prefills that end in this step
     # The last rows of k canvases, any of which this step may commit, with asynchronous scheduling.
@@ -31,8 +32,9 @@ class SeededStep(MaskedStep):
     _seed_logits: torch.Tensor | None = None  # [k, V] fp32, the logits of these rows
 
     def begin_step(self, input_batch: InputBatch) -> None:
-        """Adds the rows that predict a canvas' first token to those of which the runner computes
-        logits, behind the canvases' own."""
+        """Appends the rows that predict canvases' first tokens to `input_batch.logits_indices`,
+        behind the canvases' own rows. These are the last rows of prefills that end, and of canvases
+        that this step may commit."""
         super().begin_step(input_batch)
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]  # exact in a
         # prefill
@@ -59,8 +61,9 @@ class SeededStep(MaskedStep):
         input_batch: InputBatch,
         chosen: np.ndarray,  # [num_reqs] bool
     ) -> CanvasBatch | None:
-        """Has the runner compute logits of the last row of each chosen request. Returns these rows;
-        None: no request is chosen."""
+        """Appends the last row of each chosen request to `input_batch.logits_indices`, so that the
+        runner computes its logits. Returns a batch of these rows, or None if no request is
+        chosen."""
         if not chosen.any():
             return None
         last = CanvasBatch.from_last_rows(
@@ -71,8 +74,9 @@ class SeededStep(MaskedStep):
         return last
 
     def start_canvases(self, source: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-        """Splits the rows that predict first tokens from `source`, and writes the first tokens of
-        canvases whose prompt is prefilled now. Returns the canvases' rows."""
+        """Splits `source` into the canvases' rows, which it returns, and the rows that predict
+        first tokens. Writes the first tokens of canvases whose prompt's prefill ends in this step
+        into their slots."""
         ended, last = self._ended, self._last
         counts = [0 if rows is None else rows.num_canvases for rows in (ended, last)]
         canvases, of_ended, of_last = source.split([len(source) - sum(counts), *counts])
@@ -88,8 +92,8 @@ class SeededStep(MaskedStep):
     def _denoise_and_settle(
         self, found: Found, source: torch.Tensor, input_batch: InputBatch
     ) -> Advanced:
-        """Denoises and settles the canvases, and samples the first token of each canvas that
-        follows a block which this step commits."""
+        """Denoises and settles the canvases. Then samples the first token of each canvas that
+        follows a block committed by this step."""
         advanced = super()._denoise_and_settle(found, source, input_batch)
         if self._last is not None:
             self._seed_next_canvases(found, advanced, self._last)
@@ -97,8 +101,8 @@ class SeededStep(MaskedStep):
         return advanced
 
     def _seed_next_canvases(self, found: Found, advanced: Advanced, last: CanvasBatch) -> None:
-        """Writes the first token of each canvas that follows a block committed by this step, which
-        is a prefill of the block, too."""
+        """Writes the first token of each canvas that follows a block committed by this step. The
+        commit is also the block's prefill, so its last row predicts that token."""
         logits = self._seed_logits
         assert logits is not None, "start_canvases comes first"
         is_new, ends, idx, slots = (
@@ -123,8 +127,8 @@ class SeededStep(MaskedStep):
         starts: torch.Tensor,  # [n] int64, where their canvases begin
         is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
     ) -> torch.Tensor:
-        """Samples [n] int64: the tokens that these rows predict. Keeps their scores for requests
-        that ask for log-probabilities."""
+        """Returns [n] int64: tokens sampled from these rows. Keeps their scores for requests that
+        ask for log-probabilities. Waits for the device if a request has a grammar."""
         slots, idx, of_slots = self.slots, rows.slot_index, self.requests.settings
         settings, grammars = of_slots.for_batch(rows), self.requests.grammars
         assert isinstance(settings, MaskedStepSettings) and isinstance(grammars, GrammarRuns)
@@ -153,9 +157,9 @@ class SeededStep(MaskedStep):
         logits: MaskedLogits,  # of n rows
         is_new: torch.Tensor | None,  # [n] bool; None: all are
     ) -> None:
-        """Hook, which does nothing here: keeps the logits of the first tokens where `is_new`, for
-        subclasses whose later steps cannot compute them again. In this class each first token has a
-        row of its own."""
+        """Hook: keeps the logits of first tokens where `is_new`, for subclasses whose later steps
+        cannot compute them again. Does nothing in this class, where each first token has a row of
+        its own."""
 
 
 class CausalStep(SeededStep):

@@ -28,21 +28,25 @@ from vllm_dllm.step.slots import Index
 
 
 class ShiftedStep(SeededStep):
-    """Reads the candidates of canvases from the rows one position before theirs."""
+    """Draws the candidate of each position from the row before it. Verifies drafts of requests that
+    ask for it."""
 
     def may_verify(self, input_batch: InputBatch) -> bool:
-        """Returns whether any request of the batch has its drafts verified."""
+        """Returns whether any request of the batch has its drafts verified. Does not wait for the
+        device."""
         settings = self.requests.settings
         assert isinstance(settings, MaskedSlotSettings)
         slots_np = input_batch.idx_mapping_np[: input_batch.num_reqs]
         return bool(settings.are_verified(slots_np).any())
 
     def verifies(self, slots: Index) -> torch.Tensor:
-        """Returns [n] bool: slots that hold a draft, which the coming step reads causally."""
+        """Returns [n] bool: slots whose canvas holds a draft and is not committed next. The coming
+        step reads such a draft causally."""
         return self.slots.holds_draft[slots, 0] & ~self.slots.is_committing(slots)
 
     def begin_step(self, input_batch: InputBatch) -> None:
-        """Has the runner compute the logits of the row before each position of a canvas."""
+        """Moves the canvases' rows in `input_batch.logits_indices` back by one, so that the runner
+        computes the logits of the row before each position. The first row of a block stays."""
         super().begin_step(input_batch)
         batch = self.batch
         if batch is None:
@@ -64,7 +68,8 @@ class ShiftedStep(SeededStep):
         self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
 
     def _noise(self, found: Found) -> torch.Tensor:
-        """Draws a position by one number in all steps of requests whose drafts are verified."""
+        """Returns the noise. Requests whose drafts are verified draw a position by the same number
+        in all steps."""
         settings = found.settings
         assert isinstance(settings, MaskedStepSettings)
         if settings.is_verified is None:
@@ -81,7 +86,8 @@ class ShiftedStep(SeededStep):
         rules: MaskedRules,
         held: Held | None,
     ) -> Decided:
-        """Drafts, or verifies drafts, for requests that ask for it and have no grammar."""
+        """Drafts, or verifies drafts, for requests that ask for it and have no grammar. Writes
+        `holds_draft` of their slots."""
         decided, settings = super()._decide(found, draws, candidates, rules, held), found.settings
         assert isinstance(settings, MaskedStepSettings)
         if settings.is_verified is None:
@@ -110,8 +116,9 @@ class ShiftedStep(SeededStep):
         )
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Denoises. First overwrites, in `source`, the first row of each canvas that begins its
-        block with the logits kept for it, since no row of this forward predicts that position."""
+        """Denoises the canvases. First overwrites, in `source`, the first row of each canvas that
+        begins its block with the logits kept for it, because no row of this forward predicts that
+        position."""
         begins_block = found.starts % self.canvas_length == 0
         self.requests.logprobs.restore_seed_logits(found.batch, source, begins_block)
         return super()._denoise(found, source)

@@ -32,7 +32,7 @@ from vllm_dllm.step.masked.seeded_step import CausalStep
 
 
 class VerifiedStep(CausalStep):
-    """Verifies drafts, beside canvases that are denoised like `CausalStep`'s."""
+    """Makes and verifies drafts. Canvases that are no drafts are denoised as in `CausalStep`."""
 
     def _are_drafts(self, batch: CanvasBatch) -> np.ndarray:
         """Returns [n] bool: which canvases are drafts."""
@@ -43,7 +43,7 @@ class VerifiedStep(CausalStep):
         return ~self._are_drafts(batch)
 
     def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
-        """Reads the slots, and which canvases are drafts."""
+        """Reads the slots, and finds which canvases are drafts."""
         found = super()._read_slots(batch, input_batch)
         are_np, settings = self._are_drafts(batch), found.settings
         if not are_np.any():
@@ -53,8 +53,8 @@ class VerifiedStep(CausalStep):
         return found._replace(drafts=Drafts(are_np, are, are & (found.numbers.is_committing == 1)))
 
     def _noise(self, found: Found) -> torch.Tensor:
-        """Returns the noise, the same for a position in both steps of a draft: rows that are
-        verified predict the position after theirs."""
+        """Returns the noise. It is the same for a position in both steps of a draft: a row that is
+        verified predicts the position after its own."""
         if found.drafts is None:
             return super()._noise(found)
         are, numbers = found.drafts.are, found.numbers
@@ -66,8 +66,8 @@ class VerifiedStep(CausalStep):
         )
 
     def _leads(self, found: Found) -> dict[int, torch.Tensor]:
-        """Returns 1 for drafts that are verified by this step and 0 for those that are made by it,
-        if their requests have rules."""
+        """Returns 1 for drafts that this step verifies and 0 for drafts that it makes, by index of
+        the canvas. Only canvases whose requests have rules have an entry."""
         drafts = found.drafts
         if drafts is None:
             return {}
@@ -75,8 +75,8 @@ class VerifiedStep(CausalStep):
         return {i: drafts.are_verified[i].long() for i in ruled if drafts.are_np[i]}
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Denoises. Log-probabilities of drafts are those before the temperature, as an
-        autoregressive model's are."""
+        """Denoises the canvases. Log-probabilities of drafts are those before the temperature, as
+        for an autoregressive model."""
         denoised, logprobs = super()._denoise(found, source), self.requests.logprobs
         if found.drafts is None or logprobs.reports_processed or not logprobs.any_in(found.batch):
             return denoised
@@ -85,8 +85,8 @@ class VerifiedStep(CausalStep):
         return denoised._replace(row_temperature=row_temperature)
 
     def _verified(self, found: Found, draws: LegalDraws, tokens: torch.Tensor) -> Verified | None:
-        """Draws the token behind each row of the drafts that are verified, and accepts drafted
-        tokens up to the first that differs from what was drawn."""
+        """Draws the token behind each row of the drafts that are verified. Accepts drafted tokens
+        up to the first that differs from the drawn one. Returns None if no canvas is a draft."""
         drafts, grammars = found.drafts, self.requests.grammars
         if drafts is None:
             return None

@@ -21,7 +21,7 @@ from vllm_dllm.step.slots import Index, index_of
 
 @dataclass(frozen=True)
 class AttnRequests:
-    """N requests: those of the batch, or more if some are split in two."""
+    """The N requests of a step as attention sees them: one or two for each request of the batch."""
 
     is_prompt: np.ndarray  # [N] bool, requests whose rows are a prompt's or an emitted block's
     query_start_loc_np: np.ndarray  # [N + 1] int32
@@ -29,13 +29,14 @@ class AttnRequests:
     seq_lens: torch.Tensor  # [N] int32, tokens up to each part's last row
     slots: Index  # [N]
     block_tables: Sequence[torch.Tensor]  # for each KV cache group, [N, max_blocks] int32
-    max_query_len: int
+    max_query_len: int  # rows of the longest request
 
     @classmethod
     def build(
         cls, batch: InputBatch, block_tables: Sequence[torch.Tensor], device: torch.device
     ) -> "AttnRequests":
-        """Builds the requests of a batch, split in two where a canvas comes with known tokens."""
+        """Builds the requests of a batch. A request that has both a canvas and known tokens becomes
+        two."""
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
             return cls._split_canvases(batch, num_canvas, block_tables, device)
@@ -43,8 +44,8 @@ class AttnRequests:
 
     @classmethod
     def one_each(cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]) -> "AttnRequests":
-        """Builds the requests of a batch as they are, where known rows and canvas rows follow one
-        rule of visibility."""
+        """Builds one request for each of the batch. Known rows and canvas rows of one request must
+        follow the same rule of visibility."""
         num_reqs = batch.num_reqs
         return cls(
             is_prompt=batch.is_prefilling_np,
@@ -64,7 +65,7 @@ class AttnRequests:
         block_tables: Sequence[torch.Tensor],
         device: torch.device,
     ) -> "AttnRequests":
-        """Splits each request that has both known rows and a canvas into the two."""
+        """Builds the requests of a batch, two for each that has both known rows and a canvas."""
         num_prompt = np.where(batch.is_prefilling_np, batch.num_scheduled_tokens - num_canvas, 0)
         # [num_reqs, 2]: how many rows of known tokens and of a canvas a request has.
         lengths = np.stack((num_prompt, num_canvas), axis=1)
@@ -87,11 +88,11 @@ class AttnRequests:
 
 
 class LatestMetadata:
-    """Reuses a step's attention metadata in the next one, while nothing that they are made of
-    changes.
+    """Keeps a step's attention metadata, and returns them for later steps that would build equal
+    ones.
 
     A canvas is denoised in place, so from one denoising step to the next its request has the same
-    rows, keys and pages, and building metadata anew costs as much as a layer of a small model.
+    rows, keys and pages. Building metadata anew costs as much as a layer of a small model.
     """
 
     def __init__(self) -> None:
@@ -106,8 +107,8 @@ class LatestMetadata:
         window_rules: WindowRules,
         slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
     ) -> dict[str, Any]:
-        """Returns the latest metadata if this step's are made of the same, else builds them. All
-        tensors are on the CPU.
+        """Returns the latest metadata if this step's would be equal, else calls `build` and keeps
+        its result. All tensors are on the CPU.
 
         Metadata refer to the runner's buffers, so those must be the same memory, too. The contents
         of slot mappings may differ: nothing is derived from them.
@@ -126,5 +127,5 @@ class LatestMetadata:
 
 
 def _contents(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """Returns the bytes of each tensor."""
+    """Returns the bytes of each tensor, which is on the CPU."""
     return [tensor.numpy().tobytes() for tensor in tensors]

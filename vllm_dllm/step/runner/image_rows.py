@@ -14,7 +14,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class ImageRows:
-    """The images of the requests in the worker's slots."""
+    """Knows where the images of requests lie, by slot, and tells which rows of a step belong to
+    them."""
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
         self._images: dict[int, np.ndarray] = {}  # by slot, [k, 2] int64: starts and ends
@@ -23,8 +24,8 @@ class ImageRows:
         self._spans = torch.zeros(max_num_tokens, 2, dtype=torch.int32, device=device)
 
     def add_request(self, slot: int, features: Sequence[MultiModalFeatureSpec]) -> None:
-        """Keeps the places of a request's images. It may be new or come back after a
-        preemption."""
+        """Keeps where a request's images lie, overwriting those of the slot's earlier request. The
+        request may be new or come back after a preemption."""
         runs = [run for feature in features for run in feature.mm_position.extract_embeds_range()]
         images = np.array(runs, dtype=np.int64).reshape(-1, 2)  # with their last tokens
         self._images[slot] = images + np.array([0, 1])
@@ -35,14 +36,16 @@ class ImageRows:
         self._ends[slot] = 0
 
     def requests_with_images(self, batch: InputBatch) -> np.ndarray:
-        """Returns [n] int64: requests of the batch that are not past their last image."""
+        """Returns [k] int64: batch indices of requests whose step begins before the end of their
+        last image."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         first = batch.num_computed_tokens_np[: batch.num_reqs]
         return np.flatnonzero(first < self._ends[slots])
 
     def spans(self, batch: InputBatch) -> torch.Tensor | None:
         """Returns [num_tokens, 2] int32: start and end of the image that each row belongs to, as
-        positions in its request; (0, 0) for none. None: no row of the step belongs to an image."""
+        positions in its request; (0, 0) for none. The next call overwrites it. Returns None if no
+        row of the step belongs to an image."""
         requests = self.requests_with_images(batch)
         if len(requests) == 0:
             return None

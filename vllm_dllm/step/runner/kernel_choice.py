@@ -29,9 +29,10 @@ CANVASES = (1, 8, 32)  # how many canvases the timed steps have
 def measure_kernels(
     vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
 ) -> None:
-    """Makes layers run the kernels that are fastest on this GPU. The first rank times them, unless
-    an earlier start did, and all ranks take what it found. Called when the KV cache is there and
-    before graphs are captured."""
+    """Makes layers run the kernels that are fastest on this GPU, if `kernel_choice` is "measured";
+    else does nothing. The first rank times them, unless an earlier start stored its measurements,
+    and all ranks use what it found. Called when the KV cache is there and before graphs are
+    captured."""
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     if extension.kernel_choice != "measured":
         return
@@ -51,8 +52,8 @@ def measure_kernels(
 
 
 def _store(found: dict[str, Any], path: Path) -> bool:
-    """Writes what was measured where attention and vLLM look for it. False, with a warning: it
-    cannot be written."""
+    """Writes the measurements `found` where attention and vLLM look for them, and returns True. If
+    they cannot be written, logs a warning and returns False."""
     try:
         for file, table in found["tiles"].items():
             folder.write_json(path, file, table)
@@ -67,8 +68,9 @@ def _store(found: dict[str, Any], path: Path) -> bool:
 def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
-    """Times attention and experts. Returns the JSON of `measured.json`: `gpu` and `layers` for
-    `Times.from_json`, `tiles` and `ours` as in `FastestExperts`."""
+    """Times attention and experts for about `MOST_SECONDS` at most. Returns the JSON of
+    `measured.json`: `gpu` and `layers` for `Times.from_json`, `tiles` and `ours` as in
+    `FastestExperts`."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)
@@ -106,5 +108,5 @@ def _measure(
 
 
 def _layers(vllm_config: VllmConfig) -> list[Any]:
-    """Returns the layers that vLLM has registered, attention's among them."""
+    """Returns all layers that vLLM has registered, among them attention layers."""
     return list(vllm_config.compilation_config.static_forward_context.values())

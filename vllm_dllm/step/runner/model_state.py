@@ -54,6 +54,7 @@ class DiffusionModelState(ModelState):
     def __init__(
         self, vllm_config: VllmConfig, model: nn.Module, encoder_cache: Any, device: torch.device
     ) -> None:
+        """Allocates the buffers that captured CUDA graphs read at every replay."""
         super().__init__(vllm_config, model, encoder_cache, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
         # On GPUs, comparing what metadata are made of would wait for the device.
@@ -79,7 +80,8 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Makes the step and its sampler; vLLM's `sampler` gives its per-request states."""
+        """Makes the step with the request states of vLLM's `sampler`. Returns its sampler, and None
+        for no rejection sampler."""
         with keep_during_sleep(self.model_config):
             step = self.step_cls(self.vllm_config, self.model, sampler, self.device)
         self.step = step
@@ -88,13 +90,13 @@ class DiffusionModelState(ModelState):
         return DiffusionSampler(step, max_rows), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Keeps a request's images. The sampler, which gets the sampling parameters, prepares the
+        """Keeps a request's images. The sampler, which gets the sampling parameters, prepares its
         slot."""
         if self._image_rows is not None:
             self._image_rows.add_request(req_index, new_req_data.mm_features)
 
     def remove_request(self, req_id: str) -> None:
-        """Forgets a request that has ended or was preempted."""
+        """Forgets a request that has ended or was preempted. Does nothing for an unknown one."""
         requests = self.step.requests
         if (slot := requests.req_states.req_id_to_index.get(req_id)) is not None:
             requests.remove_request(slot)
@@ -107,7 +109,8 @@ class DiffusionModelState(ModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> torch.Tensor | None:
-        """Runs the vision tower. `prepare_inputs` provides the embeddings."""
+        """Runs the vision tower for the step's images. Returns None: `prepare_inputs` returns
+        embeddings."""
         self._images = None
         if self._image_rows is not None:
             self.execute_mm_encoder(scheduled_encoder_inputs)
@@ -116,7 +119,7 @@ class DiffusionModelState(ModelState):
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Embeds a step's tokens, and self-conditions the rows that are denoised."""
+        """Returns the embeddings of a step's tokens, self-conditioned in rows that are denoised."""
         assert isinstance(self.step, UniformStep), "masked models have a state of their own"
         self.step.begin_step(input_batch)
         if self._graphs is None or not self._graphs.can_replay(self.step.batch):
@@ -136,7 +139,8 @@ class DiffusionModelState(ModelState):
         attn_groups: list[list[AttentionGroup]],
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        """Captures what steps launch around the forward, once vLLM has captured that."""
+        """Captures CUDA graphs of what steps launch around the forward, which vLLM has captured
+        before."""
         self.drop_graphs()
         step, config = self.step, self.vllm_config
         if not isinstance(step, UniformStep) or not step.fuses:
@@ -164,9 +168,8 @@ class DiffusionModelState(ModelState):
         self._graphs = step.graphs = graphs
 
     def _prepare_whole_canvases(self, input_ids: torch.Tensor, batch: CanvasBatch) -> None:
-        """Writes flags and embeddings for a step of whole canvases; captured as a CUDA graph.
-
-        `input_ids` [>= n * C] int, the runner's."""
+        """Writes the flags and embeddings of a step of whole canvases; captured as a CUDA graph.
+        `input_ids` [>= n * C] int: the runner's."""
         assert isinstance(self.step, UniformStep)
         n = batch.num_canvases
         num_tokens = n * batch.canvas_length
@@ -191,14 +194,15 @@ class DiffusionModelState(ModelState):
         return AttnRequests.build(input_batch, block_tables, self.device)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
-        """Returns `causal` of each request, [N] int, or of all: see `attention_kernels.masks`."""
+        """Returns `causal` of each request, [N] int, or one number for all: see
+        `attention_kernels.masks`."""
         causal = self.step.slots.is_committing(requests.slots)
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         return causal
 
     def _write_flags(self, requests: AttnRequests, input_batch: InputBatch) -> None:
-        """Writes the causal flags and window rules of a step, by a CUDA graph if it has one."""
+        """Writes the causal flags and window rules of a step to buffers that attention reads."""
         if self._graphs is not None:
             self.step.begin_step(input_batch)
             batch = self.step.batch
@@ -213,14 +217,14 @@ class DiffusionModelState(ModelState):
 
     @property
     def by_blocks(self) -> bool:
-        """Whether `causal` may be more than 1, see `WindowRules.by_blocks`."""
+        """Returns whether `causal` may be more than 1, see `WindowRules.by_blocks`."""
         return False
 
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
-        """Returns `WindowRules.spans` of this step, [the batch's rows, 2] int32; None: no row
-        belongs to an image."""
+        """Returns `WindowRules.spans` of this step, [the batch's rows, 2] int32. Returns None if no
+        row belongs to an image."""
         if self._image_rows is None or not self._images_are_whole:
             return None
         return self._image_rows.spans(input_batch)
@@ -236,7 +240,8 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Builds the attention metadata of a step, by layer name."""
+        """Returns the attention metadata of a step, by layer name. Writes the step's flags
+        first."""
         # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
         requests = self.attn_requests(input_batch, block_tables)
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens

@@ -18,13 +18,15 @@ from vllm_dllm.step.logits.sampling_memory import most_step_bytes, rows_within_b
 
 
 class DiffusionSampler:
-    """Replaces vLLM's Sampler and RejectionSampler."""
+    """Replaces vLLM's Sampler and RejectionSampler: has `CanvasStep` advance the batch's
+    canvases."""
 
     # The runner reads `output_bin_counts`; None: `LogitFilters` counts, where requests ask for it.
     penalties_state = SimpleNamespace(output_bin_counts=None)
 
     def __init__(self, step: CanvasStep, max_rows: int) -> None:
-        """max_rows: canvas rows of the largest step."""
+        """`max_rows`: canvas rows of the largest step. Also limits how many rows of prompt
+        log-probabilities vLLM computes at a time."""
         self.step = step
         self.req_states = step.requests.req_states
         self.sampling_states = step.requests.sampling_states
@@ -34,16 +36,17 @@ class DiffusionSampler:
 
     @property
     def joins_commits(self) -> bool:
-        """Whether the scheduler has finished blocks committed beside their successors."""
+        """Returns whether the scheduler has finished blocks committed beside their successors."""
         return self.step.requests.joins_commits
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Stages a request for `apply_staged_writes`."""
+        """Stages a request for `apply_staged_writes`, with the parameters of `replace_params` if it
+        is active."""
         self.step.requests.add_request(req_idx, self._asked_for or sampling_params)
 
     @contextmanager
     def replace_params(self, params: SamplingParams) -> Iterator[None]:
-        """Gives requests that are added in this context `params` in place of their own."""
+        """Requests that are added in this context get `params` in place of their own."""
         self._asked_for = params
         try:
             yield
@@ -52,11 +55,13 @@ class DiffusionSampler:
 
     @cached_property
     def _most_bytes(self) -> int:
-        """Returns the most bytes that a step may take for logits and what is made of them."""
+        """Returns the most bytes that a step may take for logits and the values computed from
+        them."""
         return most_step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
 
     def take_numbers(self) -> CanvasNumbers | None:
-        """Returns the latest step's numbers, once. None: nobody counts, or it had no canvas."""
+        """Returns the latest step's numbers, with the memory of its logits, and forgets them.
+        Returns None if nobody counts or the step had no canvas."""
         numbers = self.step.take_numbers()
         if numbers is None:
             return None
@@ -74,7 +79,8 @@ class DiffusionSampler:
         input_batch: InputBatch,
         draft_logits: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Advances every request of the batch by one step."""
+        """Advances every canvas of the batch by one step, and returns the emitted tokens of each
+        request. Ignores `draft_logits`."""
         step, num_reqs, device = self.step, input_batch.num_reqs, logits.device
         if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, which measures memory
             torch.empty(self._most_bytes, dtype=torch.uint8, device=device)
@@ -110,7 +116,7 @@ def _make_output(
     num_rejected: torch.Tensor,  # [num_reqs] int
     logprobs: LogprobsTensors | None,
 ) -> SamplerOutput:
-    """Makes the runner's output, with the dtypes that it expects."""
+    """Returns the runner's output, with the dtypes that it expects."""
     return SamplerOutput(
         sampled_token_ids=sampled.int(),
         logprobs_tensors=logprobs,

@@ -29,23 +29,28 @@ asks for everything, and our sampler computes less for requests that ask for les
 
 
 class CanvasWorker(Worker):
-    """vLLM's worker on a GPU, with canvases committed beside their successors."""
+    """Adds to vLLM's GPU worker: measured kernels, and canvases committed beside their
+    successors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
+        """Loads the model, and restricts prompt log-probabilities to rows of prompts."""
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
 
     def determine_available_memory(self) -> int:
+        """Returns the bytes that are free for the KV cache. Drops the step's graphs, which vLLM
+        captured to measure their memory."""
         available: int = super().determine_available_memory()
         self.model_runner.model_state.drop_graphs()  # vLLM has captured to see how much they take
         return available
 
     def compile_or_warm_up_model(self) -> Any:
-        """Measures and compiles kernels before vLLM captures graphs."""
+        """Measures, compiles and warms up kernels, then has vLLM capture graphs. Returns vLLM's
+        result."""
         # Before graphs are captured: what they read must not be allocated anew, and they keep the
         # kernels of their capture.
         measure_kernels(self.vllm_config, self.model_runner.model)
@@ -68,6 +73,7 @@ class CanvasWorker(Worker):
         return done
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Executes the model, with finished blocks committed beside their successors."""
         join_commits(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)
 

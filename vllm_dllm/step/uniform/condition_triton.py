@@ -22,7 +22,8 @@ def condition(
     slots: CanvasSlots,
     out: torch.Tensor,  # [T, H], written whole
 ) -> None:
-    """Self-conditions the rows of canvases that do not commit; the others keep their embeddings."""
+    """Writes the embeddings of a step's rows to `out`: self-conditioned ones for rows of canvases
+    that are denoised, `plain` ones for all others."""
     n, C, H = batch.num_canvases, batch.canvas_length, plain.shape[1]
     num_rows = int(batch.lengths_np.sum())
     lanes = triton.next_power_of_2(H)

@@ -29,47 +29,47 @@ class Emits(NamedTuple):
     """Says which blocks are emitted by the step that finishes them, see
     `Settling._emits_at_once`."""
 
-    last: bool
-    others: bool
+    last: bool  # a request's last block
+    others: bool  # all blocks before it
 
 
 class PlainSettled(NamedTuple):
-    """What became of n canvases, beside what is in their slots."""
+    """What became of n canvases. The rest is in their slots."""
 
     told: torch.Tensor  # [n * C + 2 * n] int32: `best_guess`, `emitted`, `rejected`
     flags: torch.Tensor  # [3, n] bool: `ended`, `at_once`, `cut`
-    counted: torch.Tensor  # [NAMES, n] fp32
+    counted: torch.Tensor  # [NAMES, n] fp32, for `CanvasNumbers`
 
     @property
     def best_guess(self) -> torch.Tensor:
-        """[n, C] int32: best guesses, or the emitted tokens of canvases that commit."""
+        """Returns [n, C] int32: best guesses, or the emitted tokens of canvases that commit."""
         n = self.flags.shape[1]
         return self.told[: -2 * n].view(n, -1)
 
     @property
     def emitted(self) -> torch.Tensor:
-        """[n] int32: how many of these tokens join the answer."""
+        """Returns [n] int32: how many tokens of `best_guess` join the answer."""
         n = self.flags.shape[1]
         return self.told[-2 * n : -n]
 
     @property
     def rejected(self) -> torch.Tensor:
-        """[n] int32: how many tokens later steps compute again."""
+        """Returns [n] int32: how many tokens later steps compute again."""
         return self.told[-self.flags.shape[1] :]
 
     @property
     def ended(self) -> torch.Tensor:
-        """[n] bool: blocks after which another one starts."""
+        """Returns [n] bool: blocks after which another one starts."""
         return self.flags[0]
 
     @property
     def at_once(self) -> torch.Tensor:
-        """[n] bool: blocks that this step both decides and emits."""
+        """Returns [n] bool: blocks that this step both decides and emits."""
         return self.flags[1]
 
     @property
     def cut(self) -> torch.Tensor:
-        """[n] bool: canvases of which the scheduler ran only a part, or more than there is
+        """Returns [n] bool: canvases of which the scheduler ran too few or too many rows
         (`CanvasStep._cut_canvases`). Nothing in their slots has changed."""
         return self.flags[2]
 
@@ -86,7 +86,8 @@ def settle(
     *,
     keeps_emitted: bool,  # emitted tokens need no prefill
 ) -> PlainSettled:
-    """Settles the canvases and writes their slots, with a program for each canvas."""
+    """Settles the canvases and writes their slots in one kernel, with a program for each canvas.
+    Does not wait for the device."""
     n, C = batch.num_canvases, batch.canvas_length
     device = slots.canvas.device
     settled = PlainSettled(
@@ -134,8 +135,9 @@ def store_soft_embeds(
     batch: CanvasBatch,
     slots: CanvasSlots,  # whose `soft_embeds` are changed in place
 ) -> None:
-    """Stores the expected embeddings that the next step's self-conditioning reads: zeros where
-    another block starts. Those of a cut canvas stay. A program stores one position's."""
+    """Writes to the slots the expected embeddings that the next step's self-conditioning reads.
+    They are zeros where another block starts. Those of a cut canvas stay. A program writes one
+    position's."""
     hidden_size = soft_rows.shape[1]
     _store_soft_kernel[(batch.num_canvases, batch.canvas_length)](
         soft_rows,

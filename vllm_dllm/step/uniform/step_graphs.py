@@ -20,8 +20,8 @@ from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 
 def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
-    """Whether plain steps never wait for the device, and their forwards compute the runner's own
-    rows."""
+    """Returns whether plain steps can be CUDA graphs: they never wait for the device, and their
+    forwards compute the runner's own rows."""
     parallel, soft = vllm_config.parallel_config, step.soft_embedding
     is_exact = not soft.tolerance and soft.top_k is None
     is_whole = not parallel.use_ubatching and parallel.prefill_context_parallel_size == 1
@@ -29,15 +29,15 @@ def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
 
 
 class _Captured(NamedTuple):
-    """The graphs of steps of one number of canvases."""
+    """The graphs around the forward of a step, captured for one number of canvases."""
 
-    before: torch.cuda.CUDAGraph
-    after: torch.cuda.CUDAGraph
+    before: torch.cuda.CUDAGraph  # what is launched before the forward
+    after: torch.cuda.CUDAGraph  # and after it
     settled: PlainSettled  # what a replay of `after` writes
 
 
 class StepGraphs:
-    """The graphs before and after the forward, for each number of canvases."""
+    """The CUDA graphs before and after the forward, for each number of whole canvases."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class StepGraphs:
         before: Callable[[CanvasBatch], None],
         after: Callable[[CanvasBatch, torch.Tensor], PlainSettled],  # of hidden states [n * C, H]
     ) -> None:
-        """Captures what `before` and `after` launch before and after the forward, for each number
-        of canvases."""
+        """Captures, for each number of canvases, a graph of what `before` launches and one of what
+        `after` launches."""
         for batch in self._batches:
             hidden = self._hidden[: batch.num_canvases * batch.canvas_length]
             graph_before, _ = capture(partial(before, batch))
@@ -75,13 +75,14 @@ class StepGraphs:
             self._captured[batch.num_canvases] = _Captured(graph_before, graph_after, settled)
 
     def can_replay(self, batch: CanvasBatch | None) -> bool:
-        """Whether there are graphs for a step of these canvases."""
+        """Returns whether there are graphs for a step of these canvases: they are whole, have no
+        other rows beside them, and their number was captured. False for None."""
         if batch is None or batch.cells is not None or batch.tokens is not None:
             return False
         return batch.num_canvases in self._captured
 
     def replay_before(self, batch: CanvasBatch) -> None:
-        """Computes what a step needs before its forward."""
+        """Replays the graph of what a step launches before its forward. `can_replay` must hold."""
         self._load_slots(batch).before.replay()
 
     def replay_after(
@@ -89,7 +90,8 @@ class StepGraphs:
         batch: CanvasBatch,
         hidden: torch.Tensor,  # [n * C, H]
     ) -> PlainSettled:
-        """Computes what a step does after its forward."""
+        """Replays the graph of what a step launches after its forward, and returns what became of
+        the canvases. Only `told` is a copy: the next replay overwrites `flags` and `counted`."""
         captured = self._load_slots(batch)
         self._hidden[: len(hidden)].copy_(hidden)
         captured.after.replay()
@@ -97,7 +99,8 @@ class StepGraphs:
         return captured.settled._replace(told=captured.settled.told.clone())
 
     def _load_slots(self, batch: CanvasBatch) -> _Captured:
-        """Copies the batch's slots to where graphs read them, and returns its graphs."""
+        """Copies the batch's slots to where graphs read them, and returns the graphs of its
+        size."""
         if batch is not self._latest:
             self._slots[: batch.num_canvases].copy_(batch.slots)
             self._latest = batch

@@ -41,6 +41,7 @@ class UniformStep(CanvasStep):
     graphs: "StepGraphs | None" = None  # none where vLLM captures no steps
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
+        """Returns the requests' state, with settings of uniform canvases."""
         config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
         return StepRequests(
             self.slots,
@@ -93,8 +94,8 @@ class UniformStep(CanvasStep):
         return super().advance(source, input_batch)
 
     def _is_plain(self, batch: CanvasBatch) -> bool:
-        """Whether fused kernels can settle these canvases: they depend on statistics and on numbers
-        of `Settings` alone."""
+        """Returns whether fused kernels can settle these canvases: they depend on statistics and on
+        numbers of `Settings` alone."""
         settings = self.requests.settings
         assert isinstance(settings, SlotSettings)
         return not settings.reveals(batch) and self.requests.are_plain(batch)
@@ -131,8 +132,8 @@ class UniformStep(CanvasStep):
         return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
 
     def _has_graph(self, batch: CanvasBatch) -> bool:
-        """Whether a plain step of these canvases can be replayed: no request changes or reads its
-        logits."""
+        """Returns whether a plain step of these canvases can be replayed: no request changes or
+        reads its logits."""
         requests, graphs = self.requests, self.graphs
         if graphs is None or not graphs.can_replay(batch):
             return False
@@ -186,7 +187,7 @@ class UniformStep(CanvasStep):
         return settled, logits, row_temperature, stats.best_guess
 
     def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":
-        """Computes temperature and noise of each canvas in one kernel."""
+        """Returns temperature and noise of each canvas, computed in one kernel."""
         from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
 
         numbers = self.slots.columns
@@ -202,7 +203,7 @@ class UniformStep(CanvasStep):
         )
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
-        """Reads the logits, keeps to grammars, and decides which positions are accepted."""
+        """Draws candidates, keeps to grammars, and decides which positions are accepted."""
         batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
         assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
@@ -281,7 +282,7 @@ class UniformStep(CanvasStep):
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         reveal: Reveal | None,
     ) -> Legal | None:
-        """Returns the legal paths of canvases with a grammar. None: no request has one."""
+        """Returns the legal paths of canvases with a grammar; None if no request has a grammar."""
         grammars = self.requests.grammars
         if not grammars.any_in(found.batch):
             return None

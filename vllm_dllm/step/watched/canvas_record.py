@@ -9,7 +9,7 @@ import torch
 
 
 class StepCanvases(NamedTuple):
-    """What a step did to n canvases, on the device or on its way to the host."""
+    """What a step did to n canvases, on the device or on the host."""
 
     tokens: torch.Tensor  # [n, C] int64, best guesses
     accepted: torch.Tensor  # [n, C] bool
@@ -26,8 +26,8 @@ class StepCanvases(NamedTuple):
         return StepCanvases(*(column.index_select(0, index) for column in self))
 
     def copy_to_host(self) -> tuple["StepCanvases", Callable[[], None]]:
-        """Starts copying to the host. Returns the copies and a function to call before reading
-        them, which waits until they are complete."""
+        """Starts copying to the host. Returns the copies, and a function that waits until they are
+        complete: call it before reading them. Copies nothing on a CPU."""
         device = self.tokens.device
         if device.type == "cpu":
             return self, lambda: None
@@ -42,23 +42,24 @@ class StepCanvases(NamedTuple):
 class CanvasRecord:
     """One denoise step of one canvas; lists have one entry per canvas position."""
 
-    step: int
-    tokens: list[int]
+    step: int  # from 1
+    tokens: list[int]  # best guesses
     accepted: list[int]  # 0 or 1
-    next_canvas: list[int]
+    next_canvas: list[int]  # tokens that the next step reads
     entropy_nats: list[float]
     temperature: float
-    start: int
+    start: int  # absolute position of the first token
     finished: bool
 
     @property
     def mean_entropy(self) -> float:
+        """Returns the mean entropy of the canvas' positions, in nats."""
         return sum(self.entropy_nats) / len(self.entropy_nats)
 
 
 def read_records(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
-    """Makes the record of each canvas from tensors that are on the host; None: the step did not
-    denoise it. `lengths`: positions of each canvas."""
+    """Returns a record of each canvas, from tensors that are on the host; None for canvases that
+    the step did not denoise. `lengths`: positions of each canvas."""
     columns = [column.int().tolist() for column in canvases[:3]]
     entropy = canvases.entropy_nats.tolist()
     step, temperature, start = (column.tolist() for column in canvases[4:7])

@@ -18,21 +18,21 @@ import zmq
 from vllm_dllm.config.canvas_feeds import pack_canvases, pack_end
 from vllm_dllm.step.watched.canvas_record import StepCanvases
 
-QUEUE_STEPS = 64
-SOCKET_MESSAGES = 64
+QUEUE_STEPS = 64  # steps that may wait for the thread; the oldest one makes room
+SOCKET_MESSAGES = 64  # messages that may wait in a socket
 
 
 class Watcher(NamedTuple):
-    """A request whose canvases somebody wants, and how its blocks are counted."""
+    """Where the canvases of a watched request are sent, and how its blocks are counted."""
 
-    socket: Path
-    topic: bytes
+    socket: Path  # of the API process whose client watches
+    topic: bytes  # names the request to the API process
     first: int  # absolute position at which block 0 begins, or would if it were whole
     width: int  # tokens of a block
 
 
 class QueuedStep(NamedTuple):
-    """What a step leaves to the thread to send."""
+    """One step's canvases, which the thread sends."""
 
     canvases: StepCanvases  # on the host, once `wait` returns
     wait: Callable[[], None]
@@ -41,7 +41,7 @@ class QueuedStep(NamedTuple):
 
 
 class CanvasSender:
-    """A queue of steps, and the thread that sends them."""
+    """Sends canvases from a thread, which it starts, over one socket to each API process."""
 
     def __init__(self) -> None:
         self._steps: deque[QueuedStep | Watcher] = deque(maxlen=QUEUE_STEPS)
@@ -51,18 +51,20 @@ class CanvasSender:
         threading.Thread(target=self._run, daemon=True, name="CanvasSender").start()
 
     def send_step(self, step: QueuedStep) -> None:
-        """Queues a step's canvases. Never waits."""
+        """Queues a step's canvases for the thread. Never waits; a full queue drops its oldest
+        entry."""
         self._steps.append(step)
         self._has_steps.set()
 
     def send_end(self, watcher: Watcher) -> None:
-        """Queues the message that a request's canvases have ended; more come if it was preempted.
-        Never waits."""
+        """Queues the message that a request's canvases have ended. More may follow if it was
+        preempted. Never waits."""
         self._steps.append(watcher)
         self._has_steps.set()
 
     def _run(self) -> None:
-        """Sends what steps leave, in their order, for as long as the process lives."""
+        """Sends what is queued, in order, for as long as the process lives. Waits for each step's
+        copy."""
         while True:
             self._has_steps.wait()
             self._has_steps.clear()
@@ -75,7 +77,8 @@ class CanvasSender:
                 self._send(step)
 
     def _send(self, step: QueuedStep) -> None:
-        """Sends a step: one message for each API process, whatever the number of its clients."""
+        """Sends a step's canvases: one message to each API process, whatever its number of
+        clients."""
         shown, watchers = step.canvases, step.watchers
         blocks = [
             (start - watcher.first) // watcher.width
@@ -99,12 +102,12 @@ class CanvasSender:
             self._push(path, pack_canvases(topics, *some))
 
     def _push(self, path: Path, message: bytes) -> None:
-        """Sends a message, or drops it if the API process does not keep up."""
+        """Sends a message to the API process at `path`, or drops it if the socket is full."""
         with contextlib.suppress(zmq.Again):
             self._socket(path).send(message, zmq.NOBLOCK)
 
     def _socket(self, path: Path) -> "zmq.Socket[bytes]":
-        """Returns the socket to an API process, connected when first used."""
+        """Returns the socket to the API process at `path`, which it connects at the first use."""
         socket = self._sockets.get(path)
         if socket is None:
             socket = self._sockets[path] = self._context.socket(zmq.PUSH)

@@ -18,7 +18,7 @@ def count_canvases(
     is_verified: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
     cut: Sequence[int] = (),  # as in `CanvasNumbers`
 ) -> CanvasNumbers:
-    """Returns the numbers of a step's canvases, on their way to the host."""
+    """Returns the numbers of a step's canvases for the metrics, still being copied to the host."""
     accepted = outcome.accepted
     if batch.valid is not None:
         accepted, entropy_nats = accepted & batch.valid, entropy_nats * batch.valid
@@ -44,9 +44,8 @@ def count_canvases(
 def copy_numbers_to_host(
     batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor
 ) -> CanvasNumbers:
-    """Returns a step's numbers, whose `values` [names, n] fp32 are still being copied to the host:
-    read them only after the step's tokens have arrived. `names`: the rows of `values`, in
-    order."""
+    """Starts copying a step's numbers `values` [names, n] fp32 to the host, and returns them. Read
+    them only after the step's tokens have arrived. `names`: the rows of `values`, in order."""
     return CanvasNumbers(
         batch.requests_np.tolist(),
         batch.lengths_np.tolist(),

@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 
 
 class CanvasObservers:
-    """The trace file, and watchers by slot; only requests whose client watches are in here."""
+    """Shows canvases to the trace file, and to clients that watch, by slot."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class CanvasObservers:
         self._sender: CanvasSender | None = None  # started by the first who watches
 
     def add_request(self, request: NewRequest) -> None:
-        """Keeps where a request's canvases are sent, if its client watches."""
+        """Keeps where the request's canvases are sent, if its client watches."""
         feed = request.options.canvas_feed
         if feed is None or not self._speaks or (found := find_socket(feed)) is None:
             return
@@ -51,23 +51,23 @@ class CanvasObservers:
         self._sender = self._sender or CanvasSender()
 
     def apply_staged_writes(self) -> None:
-        """Nothing waits."""
+        """Does nothing: `add_request` stages no copies."""
 
     def remove_request(self, slot: int) -> None:
-        """Ends the slot's stream of canvases, if there is one."""
+        """Queues the end of the slot's stream of canvases, if its client watches."""
         watcher = self._watchers.pop(slot, None)
         if watcher is not None and self._sender is not None:
             self._sender.send_end(watcher)
 
     def are_watching(self, batch: CanvasBatch) -> bool:
-        """Whether anybody watches this step's canvases."""
+        """Returns whether anybody watches this step's canvases."""
         return self.trace is not None or (
             bool(self._watchers) and not self._watchers.keys().isdisjoint(batch.slots_np.tolist())
         )
 
     def show_step(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
-        """Writes a step's canvases to the trace, and queues those of watched requests.
-        `request_ids`: of the whole batch. Waits for the device only if there is a trace."""
+        """Writes a step's canvases to the trace, and queues those of watched requests. Waits for
+        the device only if there is a trace. `request_ids`: those of the whole batch."""
         slots, lengths = batch.slots_np.tolist(), batch.lengths_np.tolist()
         if self.trace is not None:
             host, wait = canvases.copy_to_host()
@@ -118,7 +118,8 @@ class CanvasTrace:
         self._append(json.dumps(line).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
-        """Appends a line, or drops it with a warning, the first time."""
+        """Appends a line. If the disk does not take it, drops it, and logs a warning the first
+        time."""
         try:
             self._file.append(line)
         except OSError as error:
