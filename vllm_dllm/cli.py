@@ -15,8 +15,9 @@ CONTINUES = "the same command continues from here"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one sub-command and returns the exit status. An error of the user's is printed in one
-    line."""
+    """Runs the sub-command that `argv` names, or the process' own command line if it is None.
+    Returns the exit status: 0, 1 after an error of the user's, 130 after Ctrl-C (0 in `top`). Such
+    an error is printed in one line."""
     options = vars(_make_parser().parse_args(argv))
     name: str = options.pop("command")
     command: Command = options.pop("what")
@@ -39,11 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(name: str, message: str) -> int:
+    """Prints `message` to standard error, after the name of the sub-command, and returns the exit
+    status 1."""
     print(f"vllm-dllm {name}: {message}", file=sys.stderr)
     return 1
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line. It sets `command`, the sub-command's name, and
+    `what`, its Command."""
     parser = argparse.ArgumentParser(
         prog="vllm-dllm", description="Tools for serving diffusion language models with vLLM."
     )
@@ -62,8 +67,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(commands: Any, name: str, command: Command) -> None:
-    """Adds a command's parser to `commands`, the result of `add_subparsers`, whose class argparse
-    keeps private. `name`: with its group, such as `drafter train`."""
+    """Adds a sub-command's parser to `commands`, which `add_subparsers` returned: argparse keeps
+    its class private. `name`: with its group, such as `drafter train`."""
     parser = commands.add_parser(
         name.split()[-1], help=command.text, description=f"{command.text} {command.more}".strip()
     )

@@ -8,8 +8,9 @@ _WATCH = "ParentWatch"
 
 
 def end_with_parent() -> None:
-    """Starts a thread that ends this process when its parent process is gone, however that ended.
-    Does nothing in a process that Python's multiprocessing did not start. Repeatable."""
+    """Starts a thread that ends this process, with status 1 and without clean-up, as soon as its
+    parent process is gone. Does nothing in a process that Python's multiprocessing did not start.
+    Repeatable."""
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
         return

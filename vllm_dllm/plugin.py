@@ -12,12 +12,16 @@ from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_c
 logger = init_logger(__name__)
 
 CANVASES = "vllm_dllm_canvas"
-"""The entry point in `vllm.endpoint_plugins` that serves canvases; vLLM loads it if `VLLM_PLUGINS`
-names it."""
+"""Name of the entry point in `vllm.endpoint_plugins` that serves canvases. vLLM loads it only if
+`VLLM_PLUGINS` names it."""
 
 
 def register() -> None:
-    """Installs the extension in this process. Repeatable, and cheap: models are named by string."""
+    """Installs the extension in this process. Repeatable, and cheap: models are named by string.
+
+    With a vLLM that is not supported, logs that and installs only a placeholder for DiffusionGemma,
+    which raises an error when a server loads it.
+    """
     _log_like_vllm()
     # A placeholder until the end of `_install`. If that fails, vLLM logs it and goes on, and would
     # serve its own class of this name.
@@ -32,7 +36,8 @@ def register() -> None:
 
 
 def _install() -> None:
-    """Registers models and backends, and patches vLLM. DiffusionGemma itself comes last."""
+    """Registers models and backends, and patches vLLM. Registers DiffusionGemma last, in place of
+    the placeholder that `register` has registered."""
     from vllm import envs
     from vllm.platforms import current_platform
 
@@ -64,7 +69,8 @@ def _install() -> None:
 
 
 def _register_models() -> None:
-    """Registers all models but DiffusionGemma, and the checks of their configurations."""
+    """Registers all models but DiffusionGemma, and for all of them the checks of their
+    configurations."""
     from vllm_dllm.compat.startup import set_serving_config
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
@@ -79,7 +85,8 @@ def _register_models() -> None:
 
 
 def _install_admission() -> None:
-    """Installs the admission of requests, the parsers of answers, and counts in `usage`."""
+    """Installs the admission of requests, the checks of HTTP bodies, the parsers of answers, and
+    the counts in `usage`."""
     from vllm_dllm.compat import admission, http, parsers, usage
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error

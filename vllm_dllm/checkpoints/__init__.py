@@ -10,10 +10,10 @@ SHIPPED_CHECKPOINT = Path(__file__).parent / "diffusiongemma-tiny"
 
 
 def print_folder() -> None:
-    """Prints the folder of the shipped checkpoint: `vllm-dllm checkpoint`."""
+    """Prints the folder of the shipped checkpoint. Serves the command `vllm-dllm checkpoint`."""
     print(SHIPPED_CHECKPOINT)
 
 
 def read_serving_note(checkpoint: Path) -> str | None:
-    """Returns what a checkpoint's config.json tells people who serve it, or None."""
+    """Returns the note for people who serve a checkpoint, from its config.json, or None."""
     return json.loads((checkpoint / "config.json").read_text()).get("serving_note")

@@ -21,13 +21,15 @@ _STORED_PARAMETERS = {"data_parallel_rank", "kv_hints", "priority", "session_id"
 
 
 class AdmittedPrompt(dict[str, Any]):
-    """A rendered prompt whose request was admitted before its response began."""
+    """A rendered prompt whose request was admitted before its response began. `request`: the
+    engine's request that was made of it."""
 
     request: EngineCoreRequest
 
 
 class _NonDiffusionConfig:
-    """A ModelConfig that says it is not of a diffusion model."""
+    """Wraps a ModelConfig and says that it is not of a diffusion model. vLLM then refuses no
+    sampling parameters and structured outputs."""
 
     is_diffusion = False
 
@@ -44,14 +46,25 @@ def set_admission(
     admit: Callable[..., Any],
     admit_target: Callable[..., Any],
 ) -> None:
-    """Has requests of diffusion models of `architectures` admitted by `admit(params, facts,
-    resolve)`, where `facts` is `describe_server(vllm_config, tokenizer, to_many=...)`, and those of
-    models with a drafter by `admit_target(params, resolve)`. `resolve(params)` is vLLM's own
-    `process_inputs`, without its refusal of most sampling parameters and of structured outputs for
-    diffusion models. Repeatable."""
+    """Has requests admitted by our functions, by a patch of vLLM's `process_inputs`. Repeatable.
+
+    `admit` and `admit_target` get `resolve(params)`, which returns the engine's request. It is
+    vLLM's own `process_inputs`. In `admit` it does not refuse structured outputs and most sampling
+    parameters, as vLLM does for diffusion models.
+
+    Args:
+        architectures: the diffusion models whose requests `admit` admits.
+        describe_server: called once, as `describe_server(vllm_config, tokenizer, to_many=...)`.
+            `to_many`: whether this process serves HTTP.
+        admit: called as `admit(params, facts, resolve)`, where `facts` is what `describe_server`
+            returned.
+        admit_target: called as `admit_target(params, resolve)` for other models with a drafter.
+    """
     to_many = is_server()
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's `process_inputs`, `stock`, with our admission."""
+
         def process_inputs(
             self: InputProcessor,
             request_id: str,
@@ -60,6 +73,8 @@ def set_admission(
             *args: Any,
             **kwargs: Any,
         ) -> EngineCoreRequest:
+            """Returns the engine's request: the admitted one, or the one that our functions
+            make."""
             if isinstance(prompt, AdmittedPrompt):
                 prompt.request.request_id = request_id
                 for name in _STORED_PARAMETERS & kwargs.keys():
@@ -91,9 +106,9 @@ def set_admission(
 def admit_prompt(
     engine: Any, prompt: Any, params: Any, request_id: str, options: Mapping[str, Any]
 ) -> Any:
-    """Returns `prompt` as an AdmittedPrompt, with the request that vLLM makes of it; or unchanged,
-    if it is text, whose tokens are not known yet. `options`: keyword arguments of
-    `AsyncLLM.generate`.
+    """Returns `prompt` as an AdmittedPrompt, with the engine's request that vLLM makes of it.
+    Returns it unchanged if it is one already, or if it is text, whose tokens are not known yet.
+    `engine`: vLLM's AsyncLLM. `options`: keyword arguments of `AsyncLLM.generate`.
 
     Raises:
         VLLMValidationError: the request is refused.
@@ -115,6 +130,6 @@ MAX_STOP_TOKENS = 128
 
 
 def max_bad_word_tokens() -> int:
-    """Returns how many tokens all bad words of a request may have together: an environment variable
-    of vLLM's."""
+    """Returns how many tokens all bad words of a request may have together, which an environment
+    variable of vLLM's sets."""
     return envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

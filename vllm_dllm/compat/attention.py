@@ -12,10 +12,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 @contextmanager
 def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
-    """Makes attention layers built in this context use `class_path` where vLLM picks its CPU
-    backend.
+    """Makes attention layers that are built in this context use `class_path` where vLLM picks its
+    CPU backend.
 
-    vLLM caches the backend it picked for a configuration, so the cache is cleared on entry and
+    vLLM caches the backend that it picked for a configuration, so the cache is cleared on entry and
     exit.
     """
     backend = AttentionBackendEnum.CPU_ATTN
@@ -29,8 +29,9 @@ def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
 
 
 def register_custom_attention_backend(class_path: str) -> None:
-    """Registers `class_path` as `--attention-backend CUSTOM`, unless another extension has taken
-    that name: the only one that vLLM leaves to extensions in all of its processes. Repeatable."""
+    """Registers `class_path` as `--attention-backend CUSTOM`, the only name that vLLM leaves to
+    extensions in all of its processes. Does nothing if a class has that name already.
+    Repeatable."""
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, class_path)
 
@@ -48,9 +49,9 @@ def kv_cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def set_kernel_isa(metadata_builder: Any, isa: str, layer_names: list[str]) -> None:
-    """Has a CPU's metadata builder and its layers use the kernels for `isa`: "vec" runs on every
-    x86 processor, "amx" is vLLM's choice for bf16 where it can. Call it before anything is cached:
-    the two lay out the cache differently."""
+    """Makes a CPU's metadata builder and the layers `layer_names` use the kernels for `isa`. "vec"
+    runs on every x86 processor; "amx" is vLLM's choice for bf16 where the processor has it. The two
+    lay out the cache differently, so call this before anything is cached."""
     metadata_builder.isa = isa
     metadata_builder._set_isa_to_layers(layer_names)
 
@@ -64,7 +65,7 @@ def flash_attention_4() -> Callable[..., Any]:
     and a window.
 
     Raises:
-        ImportError: it is not there; the message says why.
+        ImportError: FlashAttention-4 cannot run here; the message says why.
     """
     from vllm.vllm_flash_attn import (
         fa_version_unsupported_reason,

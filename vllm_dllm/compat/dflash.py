@@ -33,6 +33,7 @@ class DFlash2Hooks(FiniteStatesSpeculator, DFlash2Speculator):
         unary_logits: torch.Tensor,
         hidden_states: torch.Tensor,
     ) -> torch.Tensor:
+        """Returns vLLM's scores of candidates, with 0 for those that are not finite."""
         scores = super()._score_candidates(candidate_ids, unary_logits, hidden_states)
         return scores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -41,8 +42,8 @@ class DFlashHooks(FiniteStatesSpeculator):
     """vLLM's DFlash speculator, with some of its steps open to subclasses."""
 
     def blocks_prepared(self) -> None:
-        """Called when the inputs of the step's draft blocks are in the buffers. May change them on
-        the device; becomes part of the captured graph."""
+        """Hook that does nothing here. Called when the inputs of the step's draft blocks are in the
+        buffers. May change them on the device; becomes part of the captured CUDA graph."""
 
     def gather_context(
         self,
@@ -51,8 +52,10 @@ class DFlashHooks(FiniteStatesSpeculator):
         aux_hidden_states: list[torch.Tensor] | None,
         tokens: torch.Tensor | None = None,  # [n] int64 of the batch; None: all
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Returns what the target has just computed: hidden states [n, hidden_size] of each layer
-        that the drafter reads, positions [n], and slots [num_groups, n] in the KV cache."""
+        """Returns what the target has just computed for the chosen tokens: hidden states [n,
+        hidden_size] of each layer that the drafter reads, positions [n], and slots [num_groups, n]
+        in the KV cache. Does not wait for the device. `aux_hidden_states`: those layers' states
+        [num_tokens, hidden_size]; None: the drafter reads `last_hidden_states`."""
         chosen = slice(input_batch.num_tokens) if tokens is None else tokens
         # The target's own slots of this step: drafting has not yet put a block's in their place.
         by_group = [
@@ -67,8 +70,8 @@ class DFlashHooks(FiniteStatesSpeculator):
         positions: torch.Tensor,  # [n] int64
         slots: torch.Tensor,  # [num_groups, n] int64
     ) -> None:
-        """Stores the drafter's keys and values of tokens, without preparing a draft. Those of
-        refused drafts are overwritten when their positions are computed again."""
+        """Writes the drafter's keys and values of tokens to its KV cache, without preparing a
+        draft. Those of refused drafts are overwritten when their positions are computed again."""
         of_layers = self._layer_group_idx or [0] * len(self.model.model.layers)
         self.model.precompute_and_store_context_kv(
             self.model.combine_hidden_states(states), positions, [slots[i] for i in of_layers]
@@ -85,6 +88,7 @@ class DFlashHooks(FiniteStatesSpeculator):
         )
 
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
+        """Calls `blocks_prepared` after vLLM's own work, once a step."""
         super()._precompute_context_kv(start, end, dummy_run)
         if start == 0:  # else a part too long for the graph, which is replayed next
             self.blocks_prepared()
@@ -95,15 +99,17 @@ class DFlashHooks(FiniteStatesSpeculator):
         input_batch: InputBatch,
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
+        last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size] of the target
+        aux_hidden_states: list[torch.Tensor] | None,  # of each layer it reads
+        num_sampled: torch.Tensor,  # [num_reqs] int32
+        num_rejected: torch.Tensor,  # [num_reqs] int32
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Returns drafts [n, num_speculative_tokens] for some requests of a batch whose context is
-        stored: as if each had just computed its last valid token and nothing else."""
+        """Returns drafts [n, num_speculative_tokens] for the requests `rows` of a batch, whose
+        context must be stored. Drafts as if each had just computed its last valid token and nothing
+        else. Overwrites the gathered block tables of the step. Other arguments are those of vLLM's
+        `propose`."""
         num_reqs = len(rows)
         chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
         last = input_batch.query_start_loc[chosen + 1].long() - 1 - num_rejected[chosen]
@@ -135,12 +141,13 @@ class DFlashHooks(FiniteStatesSpeculator):
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Returns drafts [num_reqs, num_speculative_tokens] for the prepared blocks, or None to
-        have vLLM draw them. `forward` computes the blocks' hidden states [num_tokens,
-        hidden_size]."""
+        """Hook. Returns drafts [num_reqs, num_speculative_tokens] for the prepared blocks. None has
+        vLLM draw them, and is what this method returns. `forward` computes the blocks' hidden
+        states [num_tokens, hidden_size]."""
         return None
 
     def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
+        """Writes the drafts of `generate_draft` to `draft_tokens`, or has vLLM draw them."""
         drafts = self.generate_draft(num_reqs, partial(self._run_model, *args, **kwargs))
         if drafts is None:
             super()._generate_draft(num_reqs, *args, **kwargs)
@@ -152,9 +159,9 @@ class KeyNormOfEachLayer(DFlashQwen3Model):
     """vLLM's DFlash model, with the right norm of context keys on CPUs."""
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
-        """Returns the normed keys [L, num_tokens, num_kv_heads, head_size]. vLLM's CPU kernel norms
-        every layer's keys with the first layer's weight; its GPU kernels take a weight for each
-        layer."""
+        """Returns the normed keys [L, num_tokens, num_kv_heads, head_size] of all L layers. vLLM's
+        CPU kernel norms every layer's keys with the first layer's weight. Its GPU kernels take a
+        weight for each layer, and are used as they are."""
         if all_k.device.type != "cpu":
             return super()._normalize_context_k(all_k)
         normed = torch.empty_like(all_k)

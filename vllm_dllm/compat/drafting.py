@@ -24,15 +24,15 @@ class DraftSchedulerHooks(SchedulerHooks):
     """The hooks of a scheduler whose requests verify different numbers of drafts."""
 
     def verified_width(self, request: Request) -> int:
-        """Returns how many tokens of `request`'s new draft are verified; all by default."""
+        """Hook. Returns how many tokens of `request`'s new draft are verified; here all of them."""
         return len(request.spec_token_ids)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Called when the target has accepted `num_accepted` of `num_drafts` > 0 drafts of a
-        request."""
+        """Hook that does nothing here. Called when the target has accepted `num_accepted` of
+        `num_drafts` > 0 drafts of a request."""
 
     def request_freed(self, request: Request) -> None:
-        """Called when `request` has ended, before vLLM frees it."""
+        """Hook that does nothing here. Called when `request` has ended, before vLLM frees it."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -44,6 +44,7 @@ class DraftSchedulerHooks(SchedulerHooks):
         self._drop_drafts_beyond_width(scheduler_output.num_scheduled_tokens)
 
     def _drop_drafts_beyond_width(self, request_ids: Iterable[str]) -> None:
+        """Cuts the new drafts of requests, in place, to what `verified_width` returns."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None and request.spec_token_ids:
@@ -58,6 +59,7 @@ class DraftSchedulerHooks(SchedulerHooks):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> Any:
+        """Calls `drafts_verified`, if the request had drafts, and returns vLLM's statistics."""
         num_drafts = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_drafts > 0:
             self.drafts_verified(request_id, num_drafts, num_accepted_tokens)
@@ -94,8 +96,8 @@ def has_dflash_method(speculative: SpeculativeConfig | None) -> TypeGuard[Specul
 
 
 def is_dflash(speculative: SpeculativeConfig | None) -> bool:
-    """Whether the drafter is a plain DFlash one, which our speculator serves: vLLM has speculators
-    of its own for DFlash2 and other architectures of this method."""
+    """Whether the drafter is a plain DFlash one, which our speculator serves. Other architectures
+    of vLLM's method "dflash", such as DFlash2, have speculators of their own."""
     return has_dflash_method(speculative) and not _OTHER_DFLASH_ARCHITECTURES & set(
         speculative.draft_model_config.architectures
     )
@@ -110,10 +112,14 @@ def is_dflash2(speculative: SpeculativeConfig | None) -> bool:
 
 
 def set_speculator_classes(dflash: str, dflash2: str) -> None:
-    """Has model runners of this process, a worker, draft with the speculator classes at these paths
-    where a DFlash or DFlash2 drafter is served. Repeatable."""
+    """Makes model runners of this process, a worker, draft with the speculator class at path
+    `dflash` or `dflash2` where a DFlash or DFlash2 drafter is served. vLLM has no option for the
+    class. Repeatable."""
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's `init_speculator`, `stock`, with our classes for our
+        drafters."""
+
         def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
             if is_dflash(vllm_config.speculative_config):
                 return resolve_obj_by_qualname(dflash)(vllm_config, device, req_states)
@@ -127,35 +133,38 @@ def set_speculator_classes(dflash: str, dflash2: str) -> None:
 
 
 def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
-    """Attaches the draft width of each of its requests to a step."""
+    """Attaches the draft width of each request, by its id, to the step `output`. Changes it in
+    place. vLLM itself has one width for all requests."""
     output.draft_widths = widths
     output.num_spec_tokens_to_schedule = max(widths.values(), default=0)  # vLLM has one number
     output.skip_drafts = False  # vLLM 0.33 would skip drafting; a request's width says that here
 
 
 def set_placeholder_drafts(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    """Gives the requests of a step placeholders for the drafts that were asked for with it, before
-    the worker answers. The worker itself answers with such placeholders where no grammar has to see
-    the tokens."""
+    """Gives the requests of the step `output` placeholders for drafts of their widths, before the
+    worker answers. Call it after `set_draft_widths`. The worker itself answers with such
+    placeholders where no grammar has to see the tokens."""
     widths: dict[str, int] = output.draft_widths
     placeholders = [[-1] * width for width in widths.values()]
     scheduler.update_draft_token_ids(DraftTokenIds(list(widths), placeholders))
 
 
 def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
-    """Returns the draft widths, by request id, that the speculator predicted with a step; empty if
-    none."""
+    """Returns the draft widths, by request id, that the speculator predicted with a step. Empty if
+    it predicted none."""
     return getattr(output, _PREDICTED_WIDTHS, {})
 
 
 def send_widths_to_speculator(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """Passes the draft widths of a step that is about to run to the runner's speculator."""
+    """Passes the draft widths attached to a step to the runner's speculator, before the step runs.
+    Does nothing if there are none."""
     if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
         runner.speculator.step_begins(scheduler_output, widths)
 
 
 def send_predicted_widths(runner: Any, output: Any) -> Any:
-    """Returns `output` of a worker's step with the widths that its speculator predicts attached."""
+    """Returns `output` of a worker's step. Attaches the widths that the speculator predicts, if it
+    predicts any, to the output in place."""
     take_widths = getattr(runner.speculator, "take_predicted_widths", None)
     if take_widths is not None and isinstance(output, AsyncModelRunnerOutput):
         setattr(output.model_runner_output, _PREDICTED_WIDTHS, take_widths())

@@ -37,7 +37,8 @@ _STOPPING = "_vllm_dllm_stopping"
 
 
 class ServerStopping(GracefulHTTPError, RetryableRequestError):
-    """Ends a request with HTTP 503, and a stream with an error; logged without a traceback."""
+    """The error of a request that a stopping server ends: HTTP 503, or an error in a stream. It is
+    logged without a traceback."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -47,14 +48,21 @@ class ServerStopping(GracefulHTTPError, RetryableRequestError):
 
 
 def stop_gracefully() -> None:
-    """Changes how servers of diffusion models and DFlash drafters stop. Repeatable."""
+    """Patches how servers of diffusion models and DFlash drafters stop. Requests in flight can
+    finish or get an error, new ones get HTTP 503, and clients that do not read are not waited for.
+    Repeatable."""
     patch("v1.engine.async_llm:AsyncLLM.shutdown", _patch_shutdown)
     patch("v1.engine.async_llm:AsyncLLM.check_admission", _patch_check_admission)
     patch("entrypoints.launchers.launcher:NoSignalServer.shutdown", _patch_close)
 
 
 def _patch_shutdown(stock: Any) -> Any:
+    """Returns a `shutdown` of vLLM's AsyncLLM that lets requests in flight finish, at most for its
+    `timeout` in seconds, and gives the engine `ENGINE_S` after that."""
+
     def shutdown(self: Any, timeout: float | None = None) -> None:
+        """Lets requests in flight finish, unless that was done before or would block the event
+        loop, and shuts down the engine."""
         # None: the engine is garbage-collected, or never started.
         if timeout is not None and _is_ours(self.vllm_config):
             if not _in_event_loop() and not getattr(self, _STOPPING, False):
@@ -69,6 +77,9 @@ def _patch_shutdown(stock: Any) -> Any:
 
 
 def _patch_check_admission(stock: Any) -> Any:
+    """Returns a `check_admission` of vLLM's AsyncLLM that refuses requests while the server
+    stops."""
+
     def check_admission(self: Any, n: int = 1, request_id: str | None = None) -> None:
         if getattr(self, _STOPPING, False):
             raise ServerStopping
@@ -78,6 +89,9 @@ def _patch_check_admission(stock: Any) -> Any:
 
 
 def _patch_close(stock: Any) -> Any:
+    """Returns a `shutdown` of vLLM's HTTP server that waits at most `CONNECTIONS_S` for
+    connections."""
+
     async def close(self: Any, sockets: Any = None) -> None:
         engine = getattr(self.config.app.state, "engine_client", None)
         if engine is not None and _is_ours(engine.vllm_config):
@@ -88,8 +102,9 @@ def _patch_close(stock: Any) -> Any:
 
 
 def limit_interrupted_start() -> None:
-    """Kills a server that is told to stop while it starts, `ALL_S` later, whatever it waits for.
-    Call it in the server's first process, before others are started."""
+    """Replaces this process' signal handlers, so that a server that is told to stop while it starts
+    is killed `ALL_S` later, whatever it waits for. Call it in the server's first process, before
+    others are started. Does nothing in other processes and threads, and once the server listens."""
     stock: Any = signal.getsignal(signal.SIGTERM)
     # vLLM's, until it listens.
     is_starting = callable(stock) and getattr(stock, "__name__", "") == "_interrupt_init"
@@ -107,7 +122,8 @@ def limit_interrupted_start() -> None:
 
 def leave_signals_to_engine() -> None:
     """Makes a worker process ignore SIGINT and SIGTERM, so that requests in flight can finish:
-    Ctrl-C and service managers signal all processes of a server. The engine ends its workers."""
+    Ctrl-C and service managers signal all processes of a server. The engine ends its workers. Does
+    nothing in other processes."""
     is_worker_process = multiprocessing.current_process().name.startswith("VllmWorker")
     if is_worker_process and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -115,7 +131,7 @@ def leave_signals_to_engine() -> None:
 
 
 def _is_ours(config: VllmConfig) -> bool:
-    """Whether this extension serves the model or drafts for it."""
+    """Whether this extension serves the configured model or drafts for it."""
     return config.model_config.is_diffusion or has_dflash_method(config.speculative_config)
 
 
@@ -130,8 +146,9 @@ def _in_event_loop() -> bool:
 
 
 def _stop_requests(engine: Any, limit_s: float) -> None:
-    """Waits up to `limit_s` for the requests in flight, while new ones are refused, then ends the
-    others with an error."""
+    """Waits up to `limit_s` seconds for the requests in flight, then ends the others with an error.
+    Has this process killed `ALL_S` after that time. Blocks its thread, which must not run the event
+    loop."""
     if engine.engine_core.resources.engine_manager is None:
         # One of several API servers: its parent kills it when the time is over.
         limit_s = max(limit_s - CONNECTIONS_S - 1, 0)
@@ -154,7 +171,7 @@ def _stop_requests(engine: Any, limit_s: float) -> None:
 
 
 async def _end_requests(engine: Any) -> None:
-    """Ends all unfinished requests with ServerStopping."""
+    """Ends all unfinished requests of `engine`, vLLM's AsyncLLM, with ServerStopping."""
     if left := list(engine.output_processor.request_states):
         logger.warning("Stopping. %d requests did not finish in time and get an error.", len(left))
         engine.output_processor.propagate_error(ServerStopping())
@@ -162,7 +179,8 @@ async def _end_requests(engine: Any) -> None:
 
 
 def _kill_after(limit_s: float) -> None:
-    """Kills this process and its children after `limit_s`, if it is still running."""
+    """Starts a thread that kills this process and its children after `limit_s` seconds, if it is
+    still running. Returns at once."""
 
     def kill() -> None:
         time.sleep(limit_s)

@@ -12,10 +12,14 @@ from vllm_dllm.compat.patching import temporarily_patch
 
 @contextmanager
 def use_routing_function(choose: Callable[..., Any]) -> Iterator[None]:
-    """Makes layers built in this context route by `choose(..., bias=...)`, vLLM's
-    `custom_routing_function` with the layer's bias added."""
+    """Makes layers that are built in this context route tokens by `choose`, which gets the
+    arguments of vLLM's `custom_routing_function` and, as `bias`, the layer's bias. vLLM's
+    BailingMoeV2 has no option for that."""
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's factory `stock` of experts, with options that route by
+        `choose`."""
+
         def made(*, e_score_correction_bias: torch.Tensor, **options: Any) -> Any:
             own = {
                 "custom_routing_function": partial(choose, bias=e_score_correction_bias),

@@ -36,7 +36,7 @@ class ExpertCall:
     state_scale: torch.Tensor | None  # [T, 1] fp32
     gate_up: torch.Tensor  # [E, 2 * N, K]
     down: torch.Tensor  # [E, K, N]
-    scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]  # of both, for output channels
+    scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]  # of both, per output channel
     weights: torch.Tensor  # [T, top_k]
     ids: torch.Tensor  # [T, top_k] int
     activation: str
@@ -45,14 +45,15 @@ class ExpertCall:
     rows: torch.Tensor  # [T * top_k, K] to work in
 
     def align_blocks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns rows sorted by expert in blocks of `size`, the expert of each block, and the
-        number of rows with padding: what vLLM's `moe_align_block_size` returns."""
+        """Returns what vLLM's `moe_align_block_size` returns: rows sorted by expert in blocks of
+        `size`, the expert of each block, and the number of rows with padding. All are on the
+        device."""
         return moe_align_block_size(self.ids, size, len(self.down))
 
 
 def find_expert_layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
-    """Yields the MoE layers whose kernel is in `AS_LOADED` and that exchange no tokens with other
-    ranks."""
+    """Yields the MoE layers among `modules` whose kernel is in `AS_LOADED`. Leaves out layers that
+    exchange tokens with other ranks."""
     for module in modules:
         if not isinstance(module, RoutedExperts):
             continue
@@ -68,9 +69,9 @@ def has_tunable_tiles(layer: RoutedExperts) -> bool:
 
 
 def is_two_products(layer: RoutedExperts) -> bool:
-    """Whether the layer is two matrix products and an activation, without biases or clamps, with
-    all experts on this rank: unquantised, or in FP8 with a scale for each output channel and
-    token."""
+    """Whether the layer is two matrix products and an activation, without biases or clamps, and all
+    experts are on this rank. Its weights are unquantised, or FP8 with a scale for each output
+    channel and token."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     config = kernel.quant_config
     by_channel = config.use_fp8_w8a8 and config.per_act_token_quant and config.per_out_ch_quant
@@ -87,8 +88,8 @@ def is_two_products(layer: RoutedExperts) -> bool:
 
 
 def set_expert_kernel(layer: RoutedExperts, run: Callable[[ExpertCall], bool] | None) -> None:
-    """Has `run` compute the layer from now on; where it returns False, vLLM's kernel computes.
-    None: vLLM's kernel alone."""
+    """Makes `run` compute the layer from now on. It writes `output` of its argument and returns
+    True, or returns False to have vLLM's kernel compute. None: vLLM's kernel computes alone."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     vars(kernel).pop("apply", None)
     if run is None:
@@ -96,13 +97,15 @@ def set_expert_kernel(layer: RoutedExperts, run: Callable[[ExpertCall], bool] | 
     apply = kernel.apply
 
     def asked(**call: Any) -> Any:
+        """Computes the call by `run`, or by vLLM's kernel where `run` returns False."""
         return None if run(_make_call(kernel, call)) else apply(**call)
 
     kernel.apply = asked
 
 
 def _make_call(kernel: Any, call: Mapping[str, Any]) -> ExpertCall:
-    """Returns the arguments of vLLM's kernel as an ExpertCall."""
+    """Returns `call`, the keyword arguments of vLLM's kernel, as an ExpertCall with the same
+    memory."""
     config, (_, hidden, width) = kernel.quant_config, call["w2"].shape
     num_rows = call["topk_ids"].numel()
 
@@ -132,7 +135,7 @@ def tiles_file_name(layer: RoutedExperts) -> str:
 
 
 def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
-    """Returns the tile sizes that vLLM uses now for a step of `rows` rows."""
+    """Returns the tile sizes that vLLM uses now when the layer computes `rows` rows."""
     shapes = layer.w13_weight.size(), layer.w2_weight.size()
     top_k, kernel = layer.moe_config.experts_per_token, layer.quant_method.moe_kernel.fused_experts
     return dict(
@@ -141,8 +144,8 @@ def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
 
 
 def run_with_tiles(layer: RoutedExperts, tiles: Tiles | None, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the output [T, K] of the layer for `rows` [T, K], with tokens spread evenly over
-    experts. `tiles` None: those in use."""
+    """Runs the layer on `rows` [T, K], with tokens spread evenly over experts, and returns its
+    output [T, K]. Does not wait for the device. `tiles` None: the tile sizes in use."""
     config = layer.moe_config
     shape = len(rows), config.experts_per_token
     turns = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=rows.device)
@@ -153,7 +156,7 @@ def run_with_tiles(layer: RoutedExperts, tiles: Tiles | None, rows: torch.Tensor
 
 
 def clear_tiles_cache() -> None:
-    """Has vLLM read its files of tile sizes again."""
+    """Makes vLLM read its files of tile sizes again when it next looks for some."""
     get_moe_configs.cache_clear()
 
 

@@ -18,7 +18,7 @@ each replay overwrites."""
 
 
 def driver_version() -> str:
-    """Returns the version of NVIDIA's driver, or "" where there is none. Initializes no CUDA
+    """Returns the version of NVIDIA's driver, or "" where there is none. Creates no CUDA
     context."""
     nvml = import_pynvml()
     try:
@@ -32,9 +32,9 @@ def driver_version() -> str:
 
 
 def keep_during_sleep(model_config: ModelConfig) -> AbstractContextManager[None]:
-    """Makes tensors allocated in this context keep their values during a sleep of any level. At
-    level 2 vLLM discards what was allocated while the model was loaded, and loads the weights
-    again. The pool used here is kept by every level."""
+    """Returns a context in which allocated tensors keep their values during a sleep of any level.
+    At level 2 vLLM discards what was allocated while the model was loaded, and loads the weights
+    again. The context does nothing if the server cannot sleep."""
     if not model_config.enable_cumem_allocator:  # nor can the server sleep
         return nullcontext()
     return get_mem_allocator_instance().use_memory_pool(tag="runtime")
@@ -42,14 +42,16 @@ def keep_during_sleep(model_config: ModelConfig) -> AbstractContextManager[None]
 
 @contextmanager
 def capture_graphs(vllm_config: VllmConfig, device: torch.device) -> Iterator[Capture]:
-    """Yields a function that captures graphs into the same memory pool as vLLM's, which graphs that
-    do not run at once share. It runs a function once before it captures it, so that kernels are
+    """Yields a function that captures CUDA graphs into vLLM's memory pool, which graphs that do not
+    run at once share. It runs its argument once before it captures it, so that kernels are
     compiled."""
 
     from vllm.compilation.cudagraph_pool import capture_pool  # no CPU loads it
     from vllm.distributed.parallel_state import graph_capture
 
     def capture(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Returns the graph of what `run` launches, and what `run` returned: tensors that each
+        replay overwrites."""
         run()
         graph = torch.cuda.CUDAGraph()
         with (

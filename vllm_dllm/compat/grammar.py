@@ -21,13 +21,13 @@ BACKEND = "guidance"
 
 def grammar_kind_and_spec(wanted: StructuredOutputsParams) -> tuple[str, str]:
     """Returns the name of the structured-output field that a request sets (`json`, `regex`, ...)
-    and its value as text. Raises ValueError if it sets none, such as `json_object: false`."""
+    and its value as text. Raises ValueError if it sets none, as with `json_object: false`."""
     kind, spec = get_structured_output_key(wanted)
     return kind.name.lower(), spec
 
 
 def serialize_grammar(wanted: StructuredOutputsParams, config: StructuredOutputsConfig) -> str:
-    """Returns the grammar for llguidance, as vLLM's own backend writes it.
+    """Returns the grammar of a request as text for llguidance, as vLLM's own backend writes it.
 
     Raises:
         ValueError, KeyError, TypeError: the request's grammar is malformed.
@@ -44,18 +44,21 @@ def get_tokenizer(model_config: ModelConfig) -> Any:
 
 
 def make_llguidance_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """Returns llguidance's form of a tokenizer. Raises ValueError unless it is a fast tokenizer."""
+    """Returns llguidance's form of `tokenizer`, with at least `vocab_size` tokens. Raises
+    ValueError unless it is a fast tokenizer."""
     return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
 def check_nesting(wanted: StructuredOutputsParams) -> None:
-    """Raises VLLMValidationError for a schema that is nested more deeply than vLLM allows."""
+    """Raises VLLMValidationError if a schema or structural tag of the request is nested more deeply
+    than vLLM allows."""
     check_json_nesting(wanted.json)
     check_json_nesting(wanted.structural_tag, structural_tag=True)
 
 
 def use_guidance(wanted: StructuredOutputsParams) -> None:
-    """Has vLLM's scheduler compile the request's grammar with llguidance."""
+    """Makes vLLM's scheduler compile the request's grammar with llguidance. Sets private fields of
+    `wanted` in place."""
     wanted._backend, wanted._backend_was_auto = BACKEND, True
 
 
@@ -70,7 +73,8 @@ class BlockCheck:
         return getattr(self._manager, name)
 
     def open_reasoning(self, request: Request) -> ReasoningEnds | None:
-        """See `parsers.open_reasoning`."""
+        """Returns how the reasoning before the grammar of `request` ends, see
+        `parsers.open_reasoning`."""
         return open_reasoning(self._manager, request)
 
     def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
@@ -78,9 +82,11 @@ class BlockCheck:
         return tokens
 
     def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
-        """Returns whether an emitted block is legal. It is checked up to its first stop token:
-        vLLM's check takes a stop token other than the tokenizer's own for text, and what follows it
-        under `ignore_eos` for a continuation."""
+        """Returns whether an emitted block is legal, and advances the request's grammar over it.
+
+        The block is checked up to its first stop token. vLLM's check takes a stop token other than
+        the tokenizer's own for text, and what follows it under `ignore_eos` for a continuation.
+        """
         if not request.use_structured_output or not tokens:
             return True
         grammar = request.structured_output_request.grammar
@@ -98,8 +104,8 @@ class BlockCheck:
         return grammar.terminated
 
     def _end_absent_reasoning(self, request: Request, tokens: list[int]) -> None:
-        """Marks reasoning as ended if an answer's first block does not begin with it. vLLM would
-        wait for the end of reasoning."""
+        """Marks the reasoning of `request` as ended, in place, if the answer's first block does not
+        begin with it. vLLM would wait for the end of reasoning."""
         if len(request.output_token_ids) > len(tokens):
             return
         ends = self.open_reasoning(request)

@@ -28,14 +28,21 @@ class _MessageError(Exception):
 
 
 def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]) -> None:
-    """Admits a request when its answer is asked for, not when the first part of it is read: a
-    mistake then has its HTTP status. Also counts answers for `usage`; `count_tokens(params,
-    tokenizer)` makes the counter of a request's tokens, or None. Repeatable."""
+    """Patches vLLM to admit a request when its answer is asked for, not when the first part of it
+    is read. A mistake is then answered with its HTTP status. Repeatable.
+
+    Also counts answers for `usage`. `count_tokens(params, tokenizer)` makes the counter of a
+    request's tokens, or returns None.
+    """
 
     def patch_generate(stock: Any) -> Any:
+        """Returns a replacement of AsyncLLM's `generate`, `stock`, that admits prompts and counts
+        results."""
+
         def generate(
             self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
         ) -> Any:
+            """Returns vLLM's results of the admitted prompt, counted for `usage`."""
             prompt = admit_prompt(self, prompt, sampling_params, request_id, options)
             results = stock(self, prompt, sampling_params, request_id, **options)
             return count_results(
@@ -45,6 +52,8 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
         return generate
 
     def patch_respond(stock: Any) -> Any:
+        """Returns a replacement of vLLM's generator of responses, `stock`, that admits prompts."""
+
         def respond(
             self: Any,
             request_id: str,
@@ -53,6 +62,7 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
             *args: Any,
             **options: Any,
         ) -> Any:
+            """Returns vLLM's response to the admitted prompt."""
             engine = self.engine_client
             prompt = admit_prompt(engine, engine_input, sampling_params, request_id, options)
             return stock(self, request_id, prompt, sampling_params, *args, **options)
@@ -68,18 +78,18 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Whether a log record is not of a client's mistake, which vLLM logs with a traceback on
-    `/v1/messages`. The access log has a line for it."""
+    """Filters a log: whether a record is not of a client's mistake. vLLM logs those with a
+    traceback on `/v1/messages`. The access log has a line for them."""
     return not (record.exc_info and isinstance(record.exc_info[1], VLLMClientError))
 
 
 def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exception]) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
-    request to a diffusion model before vLLM parses it. It may change the body.
+    request to a diffusion model before vLLM parses it. It may change the body, or raise vLLM's
+    errors of clients. Repeatable; does nothing in a process that is no server.
 
     vLLM's own checks of a body come before those of its types: a number where they expect an object
-    ends in HTTP 500. The error of `complain(parameter, value)` is answered instead. Repeatable;
-    does nothing in a process that is no server.
+    ends in HTTP 500. The error that `complain(parameter, value)` returns is answered instead.
     """
     if not is_server():
         return
@@ -88,6 +98,8 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
     from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
     async def validate(raw_request: Request) -> None:
+        """Lets vLLM check the request's content type, and `check` its body. Raises the error of
+        `check`, on `/v1/messages` as a _MessageError."""
         await validate_json_request(raw_request)
         state, route = raw_request.app.state, raw_request.scope["route"]
         if route.path not in ROUTES or not state.vllm_config.model_config.is_diffusion:
@@ -117,6 +129,9 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
         return await request.app.exception_handlers[Exception](request, error)
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's `init_exception_handler`, `stock`, that also installs our
+        checks and handlers of errors."""
+
         def init_exception_handler(app: Any) -> None:
             stock(app)
             app.dependency_overrides[validate_json_request] = validate
@@ -132,8 +147,8 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
 
 async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
     """Returns the name and value of the member that makes the validation of the request's body
-    crash: without it, the rest is valid, or at least is refused in order. Returns ("the body",
-    body) if no single member does, and None if validation does not crash."""
+    crash. Without it the rest is valid or, if no member has a valid rest, is refused in order.
+    Returns ("the body", body) if there is no such member, and None if validation does not crash."""
     kinds = get_type_hints(request.scope["route"].endpoint).values()
     model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     body = await request.json()
@@ -155,7 +170,8 @@ _IS_VALID, _IS_REFUSED, _CRASHES = "is valid", "is refused", "crashes"
 
 
 def _validate(model: type[BaseModel], body: Any) -> str:
-    """Returns the outcome of validating `body`: one of the three constants above."""
+    """Returns the outcome of validating `body` as `model`: `_IS_VALID`, `_IS_REFUSED` or
+    `_CRASHES`."""
     try:
         model.model_validate(body)
     except (ValidationError, VLLMClientError):
@@ -166,7 +182,8 @@ def _validate(model: type[BaseModel], body: Any) -> str:
 
 
 def _constrains_tool_calls(parser: type) -> bool:
-    """Whether vLLM or we constrain an answer by a grammar where `tool_choice` demands a call."""
+    """Whether vLLM or we constrain an answer by a grammar where `tool_choice` demands a call.
+    `parser`: the class of the server's tool parser."""
     return bool(
         getattr(parser, "holds_calls_to_schemas", False)
         or getattr(parser, "supports_required_and_named", False)
@@ -175,10 +192,13 @@ def _constrains_tool_calls(parser: type) -> bool:
 
 
 def set_beam_search_check(check: Callable[[], None]) -> None:
-    """Has `check()` called when a diffusion model is asked for beam search, also offline.
-    Repeatable."""
+    """Has `check()`, which may raise, called when a diffusion model is asked for beam search, also
+    offline. Patches a method that vLLM calls with the parameters of a beam search. Repeatable."""
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's `resolve_watermarking`, `stock`, that calls `check`
+        first."""
+
         def resolve_watermarking(
             self: InputProcessor, params: SamplingParams | BeamSearchParams
         ) -> bool:

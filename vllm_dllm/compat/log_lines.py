@@ -58,13 +58,15 @@ replaced (`vllm_dllm.cpu`), and a CPU worker's threads are meant to compute."""
 
 
 def drop_wrong_warnings() -> None:
-    """Drops `WRONG_WARNINGS` that name only our classes. Repeatable."""
+    """Drops `WRONG_WARNINGS` that name only our classes, by filters of vLLM's loggers.
+    Repeatable."""
     for name in WRONG_WARNINGS:
         logging.getLogger(name).addFilter(_is_right_of_its_classes)
 
 
 def drop_wrong_cpu_warnings() -> None:
-    """Drops `WRONG_CPU_WARNINGS`. Call it before vLLM looks for Triton. Repeatable."""
+    """Drops `WRONG_CPU_WARNINGS`, by filters of vLLM's loggers. Call it before vLLM looks for
+    Triton. Repeatable."""
     for name in WRONG_CPU_WARNINGS:
         logging.getLogger(name).addFilter(_is_right_on_cpus)
 

@@ -29,16 +29,22 @@ def pack_step_into_ranks(
     ranks: torch.Tensor,  # [rows] int64
     step: torch.Tensor | int,  # [] int64
 ) -> torch.Tensor:
-    """Returns `ranks` with `step` in their upper 32 bits, [rows] int64."""
+    """Returns `ranks`, [rows] int64, with `step` + 1 in their upper 32 bits. 0 there means no
+    step."""
     return ranks + ((step + 1) << _BITS)
 
 
 def return_revealed_steps() -> None:
     """Makes log-probabilities with a packed step `RevealedLogprob`s, and shows the step in a
-    server's chats and completions. Repeatable."""
+    server's chats and completions. Patches vLLM's processing of log-probabilities. Repeatable."""
 
     def sampled(stock: Any) -> Any:
+        """Returns a replacement of vLLM's update of log-probabilities, `stock`, that unpacks
+        steps."""
+
         def update(self: Any, lists: Any) -> None:
+            """Adds a step's log-probabilities as vLLM does, and takes packed steps out of their
+            ranks."""
             steps = lists.sampled_token_ranks >> _BITS
             if not steps.any():
                 return stock(self, lists)
@@ -52,7 +58,12 @@ def return_revealed_steps() -> None:
         return update
 
     def chat(stock: Any) -> Any:
+        """Returns a replacement of vLLM's maker of a chat's log-probabilities, `stock`, that adds
+        steps."""
+
         def create(self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
+            """Returns vLLM's log-probabilities of a chat, with the step in each entry that has
+            one."""
             found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
             if steps := _steps(token_ids, top_logprobs):
                 found.content = [
@@ -64,7 +75,12 @@ def return_revealed_steps() -> None:
         return create
 
     def completion(stock: Any) -> Any:
+        """Returns a replacement of vLLM's maker of a completion's log-probabilities, `stock`, that
+        adds steps."""
+
         def create(self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
+            """Returns vLLM's log-probabilities of a completion, with the list `steps` if there are
+            any."""
             found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
             steps = _steps(token_ids, top_logprobs)
             return found.model_copy(update={"steps": steps}) if steps else found
@@ -86,8 +102,9 @@ def return_revealed_steps() -> None:
 def _steps(
     tokens: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
 ) -> list[int | None] | None:
-    """Returns the step of each token, None for a token of the prompt; or None, if no token has a
-    step."""
+    """Returns the step that revealed each of `tokens`, None for a token of the prompt. Returns None
+    in place of a list if no token has a step. `scores`: each token's log-probabilities, by token
+    id."""
     entries = [
         None if found is None else found.get(token)
         for token, found in zip(tokens, scores, strict=False)

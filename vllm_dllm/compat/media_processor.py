@@ -19,20 +19,24 @@ Info = TypeVar("Info", bound=BaseProcessingInfo)
 
 
 class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
-    """vLLM's processor, with its steps open to a subclass. Media are cached by their content: vLLM
-    would cache them by an id that the client chooses, and so mix up images of different clients."""
+    """vLLM's processor of media, with its steps open to a subclass.
+
+    Media are cached by their content. vLLM would cache them by an id that the client chooses, and
+    so mix up images of different clients.
+    """
 
     @abstractmethod
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Returns the tensors of `items`, named as in `fields`. `options`: the request's."""
+        """Returns the tensors of `items`, named as in `fields`. `options`: the request's keyword
+        arguments for the processor."""
 
     @abstractmethod
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
-        """Returns how each tensor of `made` is split into items."""
+        """Returns how each tensor of `made`, which `process` returned, is split into items."""
 
     @abstractmethod
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
-        """Returns how the prompt changes; `processed` holds the tensors of each item."""
+        """Returns how the prompt changes. `processed`: the tensors of each item, by modality."""
 
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
@@ -53,7 +57,8 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         return self.prompt_updates(out_mm_kwargs)
 
     def _matched_updates_from_result(self, mm_prompt_updates: Any, match_result: Any) -> Any:
-        """Raises ValueError, which becomes HTTP 400, where vLLM would fail with an assertion."""
+        """Returns what vLLM returns. Raises ValueError, which becomes HTTP 400, if an item has no
+        place in the prompt: vLLM would fail with an assertion."""
         for modality, found in match_result.items():
             if None in found:
                 raise ValueError(
@@ -64,5 +69,6 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         return super()._matched_updates_from_result(mm_prompt_updates, match_result)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
-        """Returns hashes of the media's content, without the client's ids."""
+        """Returns hashes of the media's content by modality. The client's ids, which vLLM would
+        take instead, are left out."""
         return super()._get_mm_hashes(replace(inputs, mm_uuid_items=None))

@@ -22,6 +22,7 @@ class CanvasSpecDecodingStats(SpecDecodingStats):
     """
 
     canvas_counts: dict[str, Any] | None = None
+    """Fields of `CanvasCounts` by name. None: no canvas is counted."""
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         self.num_drafts += 1
@@ -31,7 +32,7 @@ class CanvasSpecDecodingStats(SpecDecodingStats):
 
 _SpecDecodingStats = CanvasSpecDecodingStats | None
 
-Labels = Mapping[int, Sequence[Any]]  # by engine
+Labels = Mapping[int, Sequence[Any]]  # values of labels by engine
 
 
 class CanvasMetrics(Protocol):
@@ -53,17 +54,24 @@ def set_metrics(
     make_canvas_metrics: Callable[[Sequence[str], Labels], CanvasMetrics],
     make_draft_metrics: Callable[[Sequence[str], Labels], DraftMetrics],
 ) -> None:
-    """Has metrics of canvases and of drafts made and updated beside vLLM's own: canvases of
-    diffusion models by `canvas_counts`, drafts of a DFlash drafter by vLLM's counts per position.
-    The two functions get vLLM's label names and label values by engine. Ray has metric classes of
-    its own and collects neither. Repeatable."""
+    """Has our metrics made and updated beside vLLM's own, by a patch of its logger. Metrics of
+    canvases count `canvas_counts` of diffusion models. Metrics of drafts count vLLM's numbers per
+    position, where a DFlash drafter is served. Repeatable.
+
+    The two functions get vLLM's label names, and label values by engine. Ray has metric classes of
+    its own and collects neither.
+    """
     # What messages to the API process are decoded as.
     set_entry(
         "v1.metrics.stats:SchedulerStats.__annotations__", "spec_decoding_stats", _SpecDecodingStats
     )
 
     def make(stock: Any) -> Any:
+        """Returns a subclass of vLLM's metrics of drafts, `stock`, that also has ours."""
+
         class Metrics(stock):
+            """vLLM's metrics of drafts and, where they apply, ours of canvases or drafts."""
+
             def __init__(
                 self,
                 speculative_config: Any,
@@ -71,6 +79,7 @@ def set_metrics(
                 per_engine_labelvalues: dict[int, list[object]],
                 is_diffusion: bool = False,
             ) -> None:
+                """Makes vLLM's metrics, and ours for a diffusion model or a DFlash drafter."""
                 super().__init__(
                     speculative_config, labelnames, per_engine_labelvalues, is_diffusion
                 )
@@ -80,6 +89,7 @@ def set_metrics(
                 self.draft_metrics = make_draft_metrics(*labels) if drafts else None
 
             def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
+                """Adds a step's statistics to vLLM's metrics and to ours."""
                 super().observe(spec_decoding_stats, engine_idx)
                 canvas_counts = getattr(spec_decoding_stats, "canvas_counts", None)
                 if self.canvas_metrics is not None and canvas_counts is not None:
@@ -98,7 +108,7 @@ def set_metrics(
 
 
 class StepCounts(NamedTuple):
-    """Counts of a finished answer's steps."""
+    """Counts of the steps of a finished answer."""
 
     denoise_steps: int
     forwards: int  # of its canvases; those of its prompt are not counted
@@ -107,8 +117,8 @@ class StepCounts(NamedTuple):
 class RequestSteps(RequestSpecDecodeMetrics):
     """The steps of one request, carried in vLLM's counts of its drafts.
 
-    Entry 0 of `histogram` counts denoise steps, since one step may denoise a canvas and commit it.
-    The two lists have an entry for each forward.
+    Entry 0 of `histogram` counts denoise steps apart from forwards, since one step may denoise a
+    canvas and commit it. The two lists have an entry for each forward.
     """
 
     def count_denoise_step(self) -> None:
@@ -116,7 +126,8 @@ class RequestSteps(RequestSpecDecodeMetrics):
         self.histogram[0] += 1
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Counts a forward."""
+        """Counts a forward of the request's canvas: adds an entry to both lists, and counts
+        `num_accepted` in `histogram` unless it is 0."""
         self.num_draft_tokens += num_draft_tokens
         self.per_step_drafted.append(num_draft_tokens)
         self.per_step_accepted.append(num_accepted)
@@ -125,7 +136,7 @@ class RequestSteps(RequestSpecDecodeMetrics):
 
 
 def start_step_counts(request: Request, most_tokens: int) -> None:
-    """Counts the steps of a request from now on. `most_tokens`: of a canvas."""
+    """Has the steps of `request` counted from now on. `most_tokens`: of a canvas."""
     request.spec_decode_metrics = RequestSteps.new(most_tokens)
 
 
@@ -137,6 +148,6 @@ def count_denoise_step(request: Request) -> None:
 
 def pop_step_counts(output: Any) -> StepCounts | None:
     """Returns the step counts of a finished answer, None for an unfinished one. Removes them from
-    `output`, since vLLM would show them as drafts."""
+    `output`, vLLM's CompletionOutput, since vLLM would show them as drafts."""
     counts, output.spec_decode_metrics = output.spec_decode_metrics, None
     return None if counts is None else StepCounts(counts.histogram[0], len(counts.per_step_drafted))

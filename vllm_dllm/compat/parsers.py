@@ -16,9 +16,10 @@ from vllm_dllm.compat.patching import is_server
 
 
 class ReasoningEnds(NamedTuple):
-    """Tokens around the reasoning before an answer."""
+    """Tokens around the reasoning that may come before an answer."""
 
     end_tokens: frozenset[int] = frozenset()
+    """Tokens of which each ends the reasoning."""
     opening_tokens: frozenset[int] = frozenset()
     """Tokens among `end_tokens` that are also the answer's first token."""
     start_tokens: frozenset[int] = frozenset()
@@ -33,11 +34,11 @@ NO_REASONING_ENDS = ReasoningEnds()
 def make_reasoning_parser(
     config: StructuredOutputsConfig, tokenizer: Any, kwargs: Mapping[str, Any] | None = None
 ) -> ReasoningParser | None:
-    """Returns the server's reasoning parser; None if the grammar applies from the first token.
-    `kwargs`: passed to the parser's constructor, such as `chat_template_kwargs`.
+    """Returns the server's reasoning parser. None if it has none, or if the grammar applies to
+    reasoning as well. `kwargs`: passed to the parser's constructor, such as `chat_template_kwargs`.
 
     Raises:
-        KeyError: no parser has that name.
+        KeyError: no parser has the name that the server was given.
         RuntimeError, ValueError: the tokenizer lacks tokens that the parser needs.
     """
     if not config.reasoning_parser or config.enable_in_reasoning:
@@ -50,15 +51,15 @@ def make_reasoning_parser(
 
 @lru_cache(maxsize=8)
 def _added_tokens_and_one_of_text(tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Returns the tokens added to the vocabulary, such as special ones, and any token that is
-    not."""
+    """Returns the ids of tokens added to the vocabulary, such as special ones, and the id of any
+    token that was not added."""
     added = frozenset(tokenizer.get_added_vocab().values())
     return added, next(token for token in tokenizer.get_vocab().values() if token not in added)
 
 
 def find_reasoning_ends(parser: ReasoningParser) -> ReasoningEnds | None:
-    """Returns how reasoning ends by `parser`; None if it takes everything for the answer, and
-    `NO_REASONING_ENDS` if no single token ends reasoning."""
+    """Returns which tokens end reasoning by `parser`. None: the parser takes everything for the
+    answer. `NO_REASONING_ENDS`: no single token ends reasoning."""
     if isinstance(parser, ParserEngineReasoningAdapter):
         ends = parser.reasoning_end_token_ids
         opening = frozenset(end for end in ends if parser.find_reasoning_end([end]).implicit)
@@ -74,13 +75,15 @@ def find_reasoning_ends(parser: ReasoningParser) -> ReasoningEnds | None:
 
 
 def begins_in_reasoning(parser: ParserEngineReasoningAdapter) -> bool:
-    """Whether an answer begins as reasoning. If not, it only is reasoning after a token that starts
-    it."""
+    """Whether an answer begins as reasoning, by the parser's current state. If not, it only is
+    reasoning after a token that starts it."""
     return parser._parser_engine._engine.state is ParserState.REASONING
 
 
 def open_reasoning(manager: StructuredOutputManager, request: Request) -> ReasoningEnds | None:
-    """Returns how the reasoning before the grammar of `request` ends; None: there is none."""
+    """Returns which tokens end the reasoning before the grammar of `request` applies. None: the
+    grammar applies from the first token, or the parser knows no reasoning. `manager`: the
+    scheduler's."""
     wanted = request.structured_output_request
     if wanted is None or manager._get_constraint_bounds(request, ()).constraint_start == 0:
         return None
@@ -97,8 +100,8 @@ def register_parsers(
     tool_parser: tuple[str, str, str],  # name for the command line, module, class
     reasoning_parser: tuple[str, str, str],
 ) -> None:
-    """Registers our parsers, which vLLM loads when a server asks for them. Repeatable; does nothing
-    in a process that is no server, where importing vLLM's registers would take a second."""
+    """Registers our parsers, which vLLM imports when a server asks for them. Repeatable. Does
+    nothing in a process that is no server, where importing vLLM's registers would take a second."""
     if is_server():
         from vllm.tool_parsers import ToolParserManager
 

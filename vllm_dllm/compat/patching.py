@@ -24,8 +24,9 @@ def is_server() -> bool:
 
 
 def patch(target: str, make: Callable[[Any], Any]) -> None:
-    """Replaces `target` of vLLM's, `stock`, by `make(stock)`. A second call replaces the first
-    one's. Does nothing for what only servers have, in a process that is no server.
+    """Replaces `target` of vLLM's, `stock`, by `make(stock)`. A second call replaces what the first
+    one put there, and `make` gets vLLM's own again. Does nothing for what only servers have, in a
+    process that is no server.
 
     Args:
         target: "module:name" or "module:Class.name" below `vllm`, as in the table.
@@ -43,20 +44,21 @@ def patch(target: str, make: Callable[[Any], Any]) -> None:
 
 
 def get_stock(target: str) -> Any:
-    """Returns vLLM's own `target`, also after it was replaced."""
+    """Returns vLLM's own `target`, also after `patch` has replaced it."""
     owner, name = resolve_target(target)
     found = vars(owner).get(name, getattr(owner, name, None))
     return next((stock for stock, ours in _made.get(target, ()) if ours is found), found)
 
 
 def set_entry(target: str, key: Any, value: Any) -> None:
-    """Sets an entry of vLLM's dictionary `target`. Repeatable."""
+    """Sets the entry `key` of vLLM's dictionary `target`, which must be in the table.
+    Repeatable."""
     _dictionary(target)[key] = value
 
 
 def insert_first(target: str, key: Any, value: Any) -> None:
-    """Inserts `value` at the beginning of the list at `key` of vLLM's dictionary `target`.
-    Repeatable."""
+    """Inserts `value` at the beginning of the list at `key` of vLLM's dictionary `target`, unless
+    the list has it already. Repeatable."""
     values = _dictionary(target)[key]
     if value not in values:
         values.insert(0, value)
@@ -64,7 +66,7 @@ def insert_first(target: str, key: Any, value: Any) -> None:
 
 @contextmanager
 def temporarily_patch(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces `target` as `patch` does, until the context ends."""
+    """Replaces `target` as `patch` does, until the context ends. Then it is vLLM's own again."""
     stock = get_stock(target)
     patch(target, make)
     try:
@@ -82,8 +84,8 @@ def _dictionary(target: str) -> Any:
 
 
 def resolve_target(target: str) -> tuple[Any, str]:
-    """Returns the module, class or object that has `target` as an attribute, and the attribute's
-    name."""
+    """Imports the module of `target`. Returns the module, class or object that has `target` as an
+    attribute, and the attribute's name."""
     module, _, names = target.partition(":")
     owner: Any = import_module(f"vllm.{module}")
     *classes, name = names.split(".")

@@ -14,15 +14,15 @@ if TYPE_CHECKING:  # loads what only workers need
 
 
 def limit_prompt_logprob_rows(num_rows: int) -> None:
-    """Has a worker compute the logits of prompt log-probabilities for `num_rows` rows at a time, or
-    vLLM's own number if that is less. Repeatable."""
+    """Makes a worker compute the logits of prompt log-probabilities for `num_rows` rows at a time,
+    or for vLLM's own number if that is less. Patches a constant of vLLM's. Repeatable."""
     patch("v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE", lambda stock: min(num_rows, stock))
 
 
 def restrict_prompt_logprobs(runner: Any) -> None:
     """Makes `runner`, a model runner that has loaded its model, score only rows of a prompt, and
     erase the tokens of finished requests. A request then learns nothing of other prompts
-    (`docs/upstream/prompt-logprobs-leak.md`).
+    (`docs/upstream/prompt-logprobs-leak.md`). Does nothing if the runner scores no prompts.
 
     vLLM's scheduler pads a request that has one token left to compute with drafts, so that all
     requests of a step are equally long. vLLM scores each row of the request as one of its prompt,
@@ -34,11 +34,12 @@ def restrict_prompt_logprobs(runner: Any) -> None:
 
 
 class PromptOnlyLogprobs:
-    """Wraps vLLM's `PromptLogprobsWorker` and cuts off scores beyond the prompt."""
+    """Wraps vLLM's `PromptLogprobsWorker`. Cuts off scores beyond the prompt, and erases the tokens
+    of requests that leave."""
 
     def __init__(self, stock: Any, all_token_ids: Any) -> None:
         """`stock`: vLLM's `PromptLogprobsWorker`. `all_token_ids`: vLLM's buffer of requests'
-        tokens, whose `.gpu` is [max_num_reqs, max_model_len] int32; a slot is zeroed when its
+        tokens, whose `.gpu` is [max_num_reqs, max_model_len] int32. A slot of it is zeroed when its
         request leaves."""
         self._stock, self._all_token_ids = stock, all_token_ids
         self._slots: dict[str, int] = {}
@@ -51,6 +52,7 @@ class PromptOnlyLogprobs:
         self._stock.add_request(req_id, req_idx, *args, **kwargs)
 
     def remove_request(self, req_id: str) -> None:
+        """Forgets a request and zeroes its slot of the tokens, if it was added."""
         if (slot := self._slots.pop(req_id, None)) is not None:
             self._all_token_ids.gpu[slot].zero_()
         self._stock.remove_request(req_id)
@@ -58,13 +60,14 @@ class PromptOnlyLogprobs:
     def compute_prompt_logprobs(
         self,
         logits_fn: Any,
-        hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
         input_batch: "InputBatch",
-        all_token_ids: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
+        all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32
+        num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
         prompt_lens: np.ndarray,  # [max_num_reqs], by slot
     ) -> dict[str, LogprobsTensors]:
-        """Returns scores by request id, without rows beyond the prompt."""
+        """Returns vLLM's scores by request id, without rows beyond the prompt. A request of which
+        none are left has no entry."""
         found: dict[str, LogprobsTensors] = self._stock.compute_prompt_logprobs(
             logits_fn,
             hidden_states,
@@ -86,11 +89,16 @@ class PromptOnlyLogprobs:
 
 
 def cache_token_texts() -> None:
-    """Has a server decode each token beside log-probabilities only once. vLLM decodes each one
-    again: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls of the tokenizer, in
-    the process that serves all clients. Repeatable."""
+    """Has a server decode each token beside log-probabilities only once, by a patch of vLLM's
+    function. Repeatable.
+
+    vLLM decodes each one again: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls
+    of the tokenizer, in the process that serves all clients.
+    """
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's decoding of tokens, `stock`, with a cache for each
+        tokenizer."""
         known: dict[int, tuple[Any, dict[int, str]]] = {}  # by id of a tokenizer, which is kept
 
         def convert_ids_list_to_tokens(tokenizer: Any, token_ids: list[int]) -> list[str]:

@@ -11,9 +11,13 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 @torch.inference_mode()
 def join_commits(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """Makes the worker compute emitted tokens as part of their requests' prefill: all tokens that
-    the scheduler knows count as a prompt's. Call it before `scheduler_output` runs, with a
-    scheduler that does not run ahead of the tokens."""
+    """Makes the worker compute emitted tokens as part of their requests' prefill. All tokens that
+    the scheduler knows then count as a prompt's: `prefill_len` of the runner's state is changed in
+    place.
+
+    Call it before `scheduler_output` runs, with a scheduler that does not run ahead of the tokens.
+    Does nothing if the sampler does not join commits.
+    """
     cached = scheduler_output.scheduled_cached_reqs
     if cached.req_ids and getattr(runner.sampler, "joins_commits", False):
         states = runner.req_states
@@ -24,8 +28,8 @@ def join_commits(runner: Any, scheduler_output: SchedulerOutput) -> None:
 
 
 def attach_canvas_numbers(runner: Any, output: Any) -> Any:
-    """Returns `output` of a worker's step, with the sampler's numbers of canvases attached if it
-    counts them. They may still be on their way from the device, ahead of the tokens."""
+    """Returns `output` of a worker's step. If the sampler counts canvases, attaches its numbers to
+    the output in place. They may still be on their way from the device, ahead of the tokens."""
     take_numbers = getattr(runner.sampler, "take_numbers", None)
     if take_numbers is not None and isinstance(output, AsyncModelRunnerOutput):
         output.model_runner_output.canvas_numbers = take_numbers()
@@ -33,14 +37,14 @@ def attach_canvas_numbers(runner: Any, output: Any) -> Any:
 
 
 def get_canvas_numbers(output: ModelRunnerOutput) -> Any:
-    """Returns what `attach_canvas_numbers` attached, or None."""
+    """Returns the CanvasNumbers that `attach_canvas_numbers` attached to `output`, or None."""
     return getattr(output, "canvas_numbers", None)
 
 
 def refuse_vocabulary_adapters(runner: Any) -> None:
-    """Makes a runner with a drafter refuse adapters of embeddings or LM head when it loads them.
-    Call it before the model is loaded. vLLM's LoRA of the LM head expects one row of logits per
-    request, and a request whose drafts are verified has several."""
+    """Makes a runner with a drafter refuse adapters of embeddings or LM head when it loads them, by
+    replacing its `load_lora_model`. Call it before the model is loaded. vLLM's LoRA of the LM head
+    expects one row of logits per request, and a request whose drafts are verified has several."""
     stock_load_lora_model = runner.load_lora_model
 
     def load_lora_model(model: torch.nn.Module, *args: Any) -> torch.nn.Module:

@@ -16,7 +16,8 @@ from vllm_dllm.compat.patching import patch
 
 
 class SchedulerHooks(Scheduler):
-    """Hooks that subclasses override. vLLM's scheduler calls them during a step."""
+    """Hooks that subclasses override. vLLM's scheduler calls them during a step. Here they change
+    nothing."""
 
     _worker_masks = True  # the worker gets grammar bitmasks
 
@@ -30,26 +31,28 @@ class SchedulerHooks(Scheduler):
 
     def set_block_check(self, make_check: Callable[[Any], Any]) -> None:
         """Has emitted blocks checked by `make_check(manager)`, in place of vLLM's
-        `StructuredOutputManager`. The worker gets no bitmasks."""
+        `StructuredOutputManager`. From now on the worker gets no grammar bitmasks."""
         before = self.structured_output_manager  # type: ignore[has-type]
         self.structured_output_manager = make_check(before)
         self._worker_masks = False
 
     @property
     def knows_draft_tokens(self) -> bool:
-        """Whether the engine need not ask the worker which tokens it has drafted."""
+        """Whether the engine need not ask the worker which tokens it has drafted. Here it must
+        ask."""
         return False
 
     def sitting_out(self) -> Sequence[Request]:
-        """Returns running requests that the next step leaves out."""
+        """Hook. Returns running requests that the next step leaves out; here none."""
         return ()
 
     def held_back(self) -> Sequence[Request]:
-        """Returns waiting requests that must not start in the next step."""
+        """Hook. Returns waiting requests that must not start in the next step; here none."""
         return ()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Returns the next step, without requests that sit out or are held back."""
+        """Returns the next step, without requests that sit out or are held back. Requests that are
+        held back leave the waiting queue meanwhile, and are then added to it anew."""
         for request in self.sitting_out():
             earliest = self.current_step + 2  # the step to be is the next one
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, earliest)
@@ -66,45 +69,53 @@ class SchedulerHooks(Scheduler):
         return output
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Called with a planned step, before it is counted. May change it."""
+        """Hook that does nothing here. Called with a planned step, before its tokens are counted in
+        its requests. May change the step in place."""
 
     def output_counted(self, output: SchedulerOutput) -> None:
-        """Called when the requests' counters include the step `output`, before it is sent."""
+        """Hook that does nothing here. Called when the requests' counters include the step
+        `output`, before it is sent to the worker."""
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """Called when `request` has got a block of `block_length` tokens and is not finished."""
+        """Hook that does nothing here. Called when `request` has got a block of `block_length`
+        tokens and is not finished."""
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        """Called when `request` has ended with a block of `block_length` tokens, of which it keeps
-        the first `num_kept`. It still has its cache blocks, unless it was preempted and has no
-        computed tokens."""
+        """Hook that does nothing here. Called when `request` has ended with a block of
+        `block_length` tokens, of which it keeps the first `num_kept`. It still has its cache
+        blocks, unless it was preempted and has no computed tokens."""
 
     def is_cut(self, request: Request) -> bool:
-        """Whether the stop token that `request` ended with was only added because its tokens ran
-        out. It is then removed, and the request ends by length."""
+        """Hook. Returns whether the stop token that `request` ended with was only added because its
+        tokens ran out; here never. The token is then removed, and the request ends by length."""
         return False
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Called with the worker's output, before requests are updated by it."""
+        """Hook that does nothing here. Called with the worker's output, before requests are updated
+        by it."""
 
     def output_processed(self, output: SchedulerOutput) -> None:
-        """Called when the requests are updated by the output of the step `output`."""
+        """Hook that does nothing here. Called when the requests are updated by the output of the
+        step `output`."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        """Updates requests by a step's output as vLLM does, and calls the hooks before and after
+        it."""
         self.output_arrived(model_runner_output)
         found = super().update_from_output(scheduler_output, model_runner_output)
         self.output_processed(scheduler_output)
         return found
 
     def prefill_end(self, request: Request, end: int) -> int:
-        """Returns where a chunk of `request`'s prompt must end that may go up to position `end`."""
+        """Hook. Returns the position at which a chunk of `request`'s prompt must end that may go up
+        to position `end`; here `end`."""
         return end
 
     def take_new_blocks_to_zero(self) -> list[int]:
-        """Returns ids of cache blocks allocated since the last call that must be zeroed before
-        use."""
+        """Returns ids of cache blocks that must be zeroed before use: those allocated since the
+        last call. A second call returns none."""
         return self._get_new_block_ids_to_zero() or []
 
     def _try_schedule_encoder_inputs(
@@ -115,6 +126,8 @@ class SchedulerHooks(Scheduler):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Shortens a chunk of a prompt to where `prefill_end` has it end, and lets vLLM schedule
+        it."""
         end = self.prefill_end(request, num_computed_tokens + num_new_tokens)
         num_new_tokens = max(0, end - num_computed_tokens)
         return super()._try_schedule_encoder_inputs(
@@ -122,8 +135,8 @@ class SchedulerHooks(Scheduler):
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Counts a planned step in its requests, and calls `complete_output` and
-        `output_counted`."""
+        """Counts a planned step in its requests. Notes when it was planned, and calls
+        `complete_output` and `output_counted`."""
         scheduler_output.scheduled_at = time.monotonic()
         self.complete_output(scheduler_output)
         super()._update_after_schedule(scheduler_output)
@@ -132,7 +145,8 @@ class SchedulerHooks(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """Adds tokens to a request. Returns those it keeps, and whether it has ended."""
+        """Adds tokens to a request, in place. Returns the tokens that it keeps, and whether it has
+        ended."""
         block_length = len(new_token_ids)
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:
@@ -146,9 +160,9 @@ class SchedulerHooks(Scheduler):
 
 
 def ask_for_draft_tokens_only_if_needed() -> None:
-    """Makes this process' engine no longer ask its worker for draft tokens after each step, where
-    its scheduler knows them: a round trip between processes (0.7 ms of 15 on two cores).
-    Repeatable."""
+    """Patches this process' engine: it no longer asks its worker for draft tokens after each step,
+    where its scheduler knows them. That saves a round trip between processes (0.7 ms of 15 on two
+    cores). Repeatable."""
 
     def make(stock: Any) -> Any:
         def post_step(self: Any, model_executed: bool) -> None:
@@ -161,7 +175,8 @@ def ask_for_draft_tokens_only_if_needed() -> None:
 
 
 def scheduled_at(output: SchedulerOutput) -> float:
-    """Returns when one of our schedulers planned a step: seconds of the monotonic clock."""
+    """Returns when one of our schedulers planned the step `output`: seconds of the monotonic
+    clock."""
     return output.scheduled_at
 
 
@@ -176,7 +191,7 @@ class _PrefixesAtPrefillEnds:
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Returns the cached blocks and the length in tokens of the longest cached prefix at whose
-        end a prefill may end, in the form of vLLM's manager, which has more after these two."""
+        end a prefill may end. vLLM's manager returns more after these two, and so does this."""
         blocks, length, *more = self._manager.get_computed_blocks(request, *args, **kwargs)
         # Asks again, since layers with a window have only the last blocks of a prefix.
         while (longest := self._prefill_end(request, length)) < length:
@@ -186,8 +201,8 @@ class _PrefixesAtPrefillEnds:
 
 
 class _ShortenedRequest:
-    """A request that looks as if at most `longest` tokens of its prompt may come from the cache.
-    vLLM never takes the last token from there."""
+    """Wraps a request, and looks as if at most `longest` tokens of its prompt may come from the
+    cache. vLLM never takes the last token from there."""
 
     def __init__(self, request: Request, longest: int) -> None:
         self._request, self.num_tokens = request, longest + 1
@@ -197,9 +212,9 @@ class _ShortenedRequest:
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:
-    """Returns how many tokens of `request` belong to steps whose output is still to come. For
-    `SchedulerHooks.request_stopped`. vLLM counts them as computed, and subtracts them when it
-    caches blocks."""
+    """Returns how many tokens of `request` belong to steps whose output is still to come. vLLM
+    counts them as computed, and subtracts them when it caches blocks. For
+    `SchedulerHooks.request_stopped`, which is also given `num_kept`."""
     if version.is_at_least("0.33"):
         return request.num_in_flight_tokens
     return max(request.num_output_placeholders - num_kept, 0)

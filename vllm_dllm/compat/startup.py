@@ -12,8 +12,9 @@ from vllm_dllm.compat.patching import patch, set_entry
 def set_config_hooks(
     check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig], None]
 ) -> None:
-    """Has `check` called with an engine's arguments before vLLM looks for the model, and `complete`
-    with the configuration made from them, which it may change. Repeatable."""
+    """Patches vLLM's making of its configuration. `check` is called with an engine's arguments
+    before vLLM looks for the model. `complete` is called with the configuration made from them,
+    which it may change in place. Repeatable."""
 
     def make(stock: Any) -> Any:
         def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
@@ -28,8 +29,8 @@ def set_config_hooks(
 
 
 def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
-    """Ends a server that cannot listen with the line that `explain(host, port, error)` returns,
-    without a traceback. Repeatable."""
+    """Patches vLLM's opening of its port: a server that cannot listen ends with the line that
+    `explain(host, port, error)` returns, without a traceback. Repeatable."""
 
     def make(stock: Any) -> Any:
         def create_server_socket(addr: tuple[str, int], **kwargs: Any) -> Any:
@@ -45,5 +46,5 @@ def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
 
 def set_serving_config(architecture: str, serving_config: type) -> None:
     """Has `serving_config`, a VerifyAndUpdateConfig, check and adjust vLLM's configuration for
-    models of `architecture`."""
+    models of `architecture`. Repeatable."""
     set_entry("model_executor.models.config:MODELS_CONFIG_MAP", architecture, serving_config)

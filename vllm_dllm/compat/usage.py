@@ -17,7 +17,8 @@ class TokenCounter(Protocol):
     """Counts tokens of a request's answers."""
 
     def add_tokens(self, answer: Any, tokens: Any) -> None:
-        """Counts the next tokens of an answer; `answer` identifies it."""
+        """Counts the next tokens of an answer. `answer` identifies it: request id and index.
+        `tokens`: their ids."""
 
     def counts(self) -> dict[str, int]:
         """Returns entries of `usage.completion_tokens_details`."""
@@ -32,7 +33,7 @@ class _UsageCounter:
         self._steps: list[StepCounts] = []  # of each answer that is finished
 
     def add(self, result: Any) -> None:
-        """Counts a result of the engine."""
+        """Counts a result of the engine, and removes step counts from it."""
         for output in result.outputs:
             if self.tokens is not None:
                 self.tokens.add_tokens((result.request_id, output.index), output.token_ids)
@@ -41,8 +42,8 @@ class _UsageCounter:
             self.ends[output.index] = output.finish_reason
 
     def counts(self) -> dict[str, int]:
-        """Returns entries of `usage.completion_tokens_details` as known so far. Steps are known of
-        finished answers."""
+        """Returns entries of `usage.completion_tokens_details`. Tokens are counted as they come,
+        steps only when an answer is finished."""
         found = {} if self.tokens is None else self.tokens.counts()
         if self._steps:
             columns = zip(*self._steps, strict=True)
@@ -54,16 +55,16 @@ _counter: ContextVar[_UsageCounter | None] = ContextVar("of this task's HTTP req
 
 
 def count_http_request() -> None:
-    """Begins to count for an HTTP request to a diffusion model: all that this task asks the engine
-    for."""
+    """Begins to count for an HTTP request to a diffusion model. Counts all results that this task,
+    and tasks that it starts, ask the engine for."""
     _counter.set(_UsageCounter())
 
 
 def count_results(
     results: AsyncIterator[Any], start: Callable[[], TokenCounter | None]
 ) -> AsyncIterator[Any]:
-    """Yields the engine's `results`, counted if an HTTP request has asked for them. `start` makes
-    the counter of tokens, which all prompts of the request share."""
+    """Returns the engine's `results`, counted for the HTTP request of this task if there is one.
+    `start` makes the counter of tokens, or returns None; all prompts of the request share it."""
     counter = _counter.get()
     if counter is None:
         return results
@@ -72,17 +73,24 @@ def count_results(
 
 
 async def _count_each(results: AsyncIterator[Any], counter: _UsageCounter) -> AsyncIterator[Any]:
+    """Yields `results` unchanged, and adds each to `counter`."""
     async for result in results:
         counter.add(result)
         yield result
 
 
 def patch_usage() -> None:
-    """Adds the counts to each `usage`. With vLLM before 0.33, also corrects `finish_reason` to
-    `length` for an answer that was cut behind a tool call, unless it is streamed. Repeatable."""
+    """Adds the counts to each `usage`, by patches of vLLM's chats and completions. Repeatable.
+
+    With vLLM before 0.33, also corrects `finish_reason` to `length` for an answer that was cut
+    behind a tool call, unless it is streamed.
+    """
 
     def with_counts(stock: Any) -> Any:
+        """Returns a replacement of vLLM's `UsageInfo`, `stock`, that adds our counts."""
+
         def usage_info(**fields: Any) -> Any:
+            """Returns vLLM's `usage`, with the counts of this task's HTTP request."""
             usage = stock(**fields)
             if (counter := _counter.get()) is not None:
                 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
@@ -97,6 +105,9 @@ def patch_usage() -> None:
         return usage_info
 
     def with_ends(stock: Any) -> Any:
+        """Returns a replacement of vLLM's making of a chat's answer, `stock`, that corrects
+        `finish_reason`."""
+
         async def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
             response = await stock(self, *args, **kwargs)
             if (counter := _counter.get()) is not None:

@@ -16,8 +16,8 @@ AT_OWN_RISK = "VLLM_DLLM_UNKNOWN_VLLM"
 
 
 def is_at_least(release: str, version: str | None = None) -> bool:
-    """Whether `version`, or the installed vLLM, is `release` ("0.33") or later. A build without a
-    version counts as later."""
+    """Whether `version` is `release` ("0.33") or later. `version` None: the installed vLLM. A
+    version without numbers, such as "dev", counts as later."""
     return _numbers(version or vllm.__version__, default=(1000, 0)) >= _numbers(release)
 
 
@@ -27,8 +27,8 @@ def is_known() -> bool:
 
 
 def can_serve() -> bool:
-    """Whether our models may run with this vLLM: a known one, or a newer one at the user's own
-    risk."""
+    """Whether our models may run with the installed vLLM: a known one, or a newer one at the user's
+    own risk (`AT_OWN_RISK`)."""
     return is_known() or (_is_newer() and os.environ.get(AT_OWN_RISK) == "1")
 
 
@@ -58,14 +58,15 @@ def _is_newer() -> bool:
 
 
 def _numbers(version: str, default: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Returns major and minor number of `version`, or `default` if it has none, like "dev"."""
+    """Returns major and minor number of `version`, or `default` if it has none, as "dev" does."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else default
 
 
 def __getattr__(name: str) -> type:
-    """Raises an error that says why our models cannot be served. They are registered as attributes
-    of this module where that is so: vLLM would else serve its own version of one."""
+    """Raises RuntimeError that says why our models cannot be served, for names that begin with a
+    capital letter. Our models are registered as attributes of this module where that is so, since
+    vLLM would else serve its own version of one. Raises AttributeError for other names."""
     if not name[0].isupper():
         raise AttributeError(name)
     if can_serve():

@@ -10,42 +10,45 @@ DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of masked models: where its classes are, and what its published loop does."""
+    """A kind of masked models: where its classes are, and what its published decoding loop does."""
 
     module: str
     """Module in `models/` of the model's class, which is named like the architecture."""
     config: str
     """Class of its config.json, in `models/masked_configs.py`."""
     threshold: float
-    """Candidates that are more probable are revealed."""
+    """Probability above which a candidate is revealed, where neither request nor server sets
+    one."""
     is_causal: bool = False
-    """Known tokens see only tokens before them, the last known token predicts the canvas' first,
-    and blocks begin where the prompt ends. Otherwise all rows see their whole block, and blocks are
-    counted from the prompt's first token.
+    """Whether known tokens see only tokens before them. If so, the last known token predicts the
+    canvas' first one, and blocks begin where the prompt ends. If not, each token sees its whole
+    block, and blocks are counted from the prompt's first token.
 
-    Two more things of Nemotron's loop go with this: a candidate exactly as probable as the
-    threshold is revealed, too; and temperature, top_k, top_p and min_p do not change its
+    Two more rules of Nemotron's loop apply where this is set. A candidate exactly as probable as
+    the threshold is revealed, too. And temperature, top_k, top_p and min_p do not change its
     probability.
     """
     is_shifted: bool = False
-    """A row's logits are for the token after it. So the last row of a finished block predicts the
-    next block's first token, for which the most probable one is always taken."""
+    """Whether a row's logits are for the token after it. If so, the last row of a finished block
+    predicts the next block's first token, for which the most probable one is always taken."""
     sub_block_length: int | None = None
-    """Tokens of a part of the block that is revealed before the parts after it. None: no parts."""
+    """Tokens of a part of the block. A part is revealed before the part after it. None: no
+    parts."""
     block_key: str = "block_size"
     """Key of the block's length in config.json."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values that config.json must have. Variants with others have other layers or steps."""
+    """Values that config.json must have, where it has the key. Checkpoints with other values have
+    other layers or steps. None: config.json must not have the key."""
     edit_probability: float | None = None
-    """Candidates that are more probable replace revealed tokens. None: revealed tokens stay."""
+    """Probability above which a candidate replaces a revealed token. None: revealed tokens stay."""
     moves_tokens: bool = False
-    """Two special tokens delete the token in their place, or insert a mask before it
-    (`step.masked.levenshtein_step`)."""
+    """Whether two special tokens move others: one deletes the token in its place, one inserts a
+    mask before it (`step.masked.levenshtein_step`)."""
 
     @property
     def is_seeded(self) -> bool:
-        """Whether a canvas' first token is known before its first step, and a block is finished
-        when no mask is left before a token that ends the answer."""
+        """Whether a canvas' first token is known before its first step. A block of such a family is
+        finished when no mask is left before a token that ends the answer."""
         return self.is_causal or self.is_shifted
 
     @property
@@ -105,7 +108,8 @@ LLADA22 = replace(
 
 
 def family_of(architecture: str, hf_config: Any) -> Family | None:
-    """Returns a checkpoint's family by its config.json; None: it is no masked model."""
+    """Returns the family of a checkpoint by its config.json: the architecture and, for LLaDA2.2,
+    the tokens that edit. None: it is no masked model."""
     family = FAMILIES.get(architecture)
     if family is FAMILIES["LLaDA2MoeModelLM"] and edit_token_ids(hf_config) != (None, None):
         return LLADA22
@@ -113,16 +117,16 @@ def family_of(architecture: str, hf_config: Any) -> Family | None:
 
 
 def takes_acceptance(family: Family | None, rule: str) -> bool:
-    """Returns whether models of this family take a value of `diffusion_acceptance`. None: a model
-    whose canvases begin as noise."""
+    """Returns whether models of `family` take the value `rule` of `diffusion_acceptance`. `family`
+    None: a model whose canvases begin as noise."""
     if rule == "verified":
         return family is not None and family.is_shifted
     return family is not None or rule != "in_order"
 
 
 def edit_token_ids(hf_config: Any) -> tuple[Any, Any]:
-    """Returns config.json's ids of the tokens that delete and insert, (None, None) if it has
-    none."""
+    """Returns config.json's ids of the tokens that delete and insert. Each is None if config.json
+    has no such key."""
     return getattr(hf_config, "delete_token_id", None), getattr(hf_config, "split_token_id", None)
 
 

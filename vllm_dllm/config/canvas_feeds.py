@@ -30,8 +30,8 @@ FEED = "vllm_dllm_canvas_feed"
 client."""
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})")
 _DTYPES = (np.int32, np.float32, np.int32, np.float32, np.uint8)
-"""Of a message's arrays: numbers, temperature, tokens, entropy_nats, accepted."""
-_LONGEST_PATH = 107  # bytes, of a local socket
+"""Types of a message's arrays, in order: numbers, temperature, tokens, entropy_nats, accepted."""
+_LONGEST_PATH = 107  # bytes that a local socket's path may have
 
 
 def new_random_name() -> str:
@@ -40,8 +40,9 @@ def new_random_name() -> str:
 
 
 def make_socket_folder(base: str) -> None:
-    """Makes the folder of sockets below `base`, and removes it when this process ends. Does nothing
-    if an earlier process has made it."""
+    """Makes the folder of sockets below the folder `base`, names it in the environment (`FOLDER`),
+    and removes it when this process ends. Does nothing if this process or one above it has made
+    it."""
     if os.environ.get(FOLDER):
         return
     folder = tempfile.mkdtemp(prefix="vllm-dllm-canvases-", dir=base)  # mode 0700
@@ -56,13 +57,15 @@ def make_socket_folder(base: str) -> None:
 
 
 def socket_folder() -> Path | None:
-    """Returns the folder of this server's sockets, or None: canvases cannot be watched here."""
+    """Returns the folder of this server's sockets. None: canvases cannot be watched on this
+    server."""
     name = os.environ.get(FOLDER)
     return Path(name) if name else None
 
 
 def socket_path(folder: Path, socket: str) -> Path:
-    """Returns the path of a socket. Raises ValueError if it is too long for a local socket."""
+    """Returns the path of the socket named `socket` in `folder`. Raises ValueError if it is too
+    long for a local socket."""
     path = folder / socket
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ValueError(
@@ -73,8 +76,8 @@ def socket_path(folder: Path, socket: str) -> Path:
 
 
 def find_socket(feed: str) -> tuple[Path, bytes] | None:
-    """Returns socket and topic of a request's feed, or None if there is no such socket on this
-    machine."""
+    """Returns the socket and the topic that `feed`, a request's name of its feed, consists of.
+    None: the name is malformed, or no such socket is on this machine."""
     match, found = _NAME.fullmatch(feed), socket_folder()
     if match is None or found is None:
         return None
@@ -90,7 +93,8 @@ def pack_canvases(
     entropy_nats: np.ndarray,  # [n, C] float32
     accepted: np.ndarray,  # [n, C] bool
 ) -> bytes:
-    """Returns the message with the n canvases of a step, of which C positions are kept."""
+    """Returns the message with the n canvases of a step. Each array has C columns, of which a
+    canvas uses its first `length`. The arrays are converted to `_DTYPES`."""
     arrays = (numbers, temperature, tokens, entropy_nats, accepted)
     typed = (array.astype(of, copy=False) for array, of in zip(arrays, _DTYPES, strict=True))
     return msgspec.msgpack.encode((topics, *(array.tobytes() for array in typed)))
@@ -102,8 +106,8 @@ def pack_end(topic: bytes) -> bytes:
 
 
 def unpack_canvases(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yields the topic of each canvas in a message, and the canvas as in an event, without texts;
-    None: the feed has ended."""
+    """Yields the topic of each canvas in a message, and the canvas as the client's event has it,
+    but without texts. None in place of a canvas: the feed has ended."""
     topics, *arrays = msgspec.msgpack.decode(message)
     if not arrays:
         yield topics[0], None

@@ -28,15 +28,16 @@ Class = TypeVar("Class")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(cls: type[Class]) -> type[Class]:
-    """Decorates a class of settings: a frozen dataclass whose fields are checked when it is
-    made."""
+    """Decorates a class of settings, which becomes a frozen dataclass. Its constructor raises
+    pydantic's ValidationError for unknown names and for values that are not of the declared
+    types."""
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     return made
 
 
 Boolean = Annotated[bool, Strict()]
 Integer = Annotated[int, Strict()]
-Number = Annotated[float, Strict()]  # an integer, too
+Number = Annotated[float, Strict()]  # takes integers, too
 Count = Annotated[Integer, Ge(1), Le(MAX_COUNT)]
 PathName = Annotated[
     str, Strict(), StringConstraints(min_length=1, pattern=r"^[^\x00]*$"), "a path, a string"
@@ -46,11 +47,11 @@ their bounds."""
 
 
 def parse_settings(cls: type[Class], values: Any, place: str = "", remedy: str = "") -> Class:
-    """Returns an instance of `cls`, a class of settings, with `values`.
+    """Returns an instance of `cls`, a class decorated with `settings`.
 
     Args:
-        values: an object of the settings' names, as JSON has it.
-        place: prefix of names in errors.
+        values: the settings' values by name, as JSON has them.
+        place: text before each name in errors.
         remedy: sentence at the end of errors.
 
     Raises:
@@ -70,7 +71,8 @@ def parse_settings(cls: type[Class], values: Any, place: str = "", remedy: str =
 def _describe_error(
     error: ValidationError, cls: type, values: Mapping[str, Any], place: str
 ) -> str:
-    """Returns pydantic's first error in one line."""
+    """Returns pydantic's first error in one line: the setting's name after `place`, what was
+    expected and what came. An error of a class' own check keeps its text."""
     first = error.errors(include_url=False)[0]
     if (own := first.get("ctx", {}).get("error")) is not None:  # a check of a class' own
         return str(own)
@@ -98,7 +100,7 @@ def _describe_error(
 
 
 def _describe_type(kind: Any) -> str:
-    """Returns the text that completes "must be" for values of a type."""
+    """Returns the text that completes "must be" for values of the type `kind`."""
     origin, args = get_origin(kind), get_args(kind)
     if is_pydantic_dataclass(kind):
         return f"an object with the keys {sorted(get_type_hints(kind))}"
@@ -118,7 +120,8 @@ def _describe_type(kind: Any) -> str:
 
 
 def _describe_bounds(metadata: Iterable[Any], form: str) -> str:
-    """Returns bounds such as " >= 1 and <= 8"; `form`: how numbers are formatted."""
+    """Returns the bounds in a type's metadata as text that follows a noun, such as " >= 1 and <=
+    8". Empty if there are none. `form`: how numbers are formatted."""
     found = []
     for bound in metadata:
         match bound:

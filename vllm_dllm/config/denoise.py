@@ -13,10 +13,12 @@ from vllm.config import VllmConfig
 from vllm_dllm.config.checks import Integer, Number, parse_settings, settings
 
 MOST_STEPS = 1 << 20
-"""The largest number of steps, or of tokens a step."""
+"""The largest value of a setting that counts denoise steps, or tokens of a step."""
 MOST_NATS = 1e6
+"""The largest threshold of an entropy, in nats."""
 LOWEST_MAXIMUM, HIGHEST_TEMPERATURE = 1e-3, 1e3
-"""Of a schedule's hottest step; its coolest may be 0. Logits over temperatures stay finite."""
+"""Bounds of `t_max`, the temperature at the start of a schedule; `t_min` may be 0. Within them,
+logits divided by temperatures stay finite."""
 
 Nats = Annotated[Number, Gt(0), Le(MOST_NATS)]
 
@@ -39,7 +41,7 @@ class DenoiseConfig:
     `DiffusionGemmaGenerationConfig`."""
 
     max_denoising_steps: Annotated[Integer, Ge(1), Le(MOST_STEPS)]
-    """Most steps a canvas may take; also the length of the temperature schedule."""
+    """Most denoise steps of a canvas, and the length of its temperature schedule."""
     t_min: Annotated[Number, Ge(0), Le(HIGHEST_TEMPERATURE)]
     """Temperature at the end of the schedule."""
     t_max: Annotated[Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
@@ -49,9 +51,11 @@ class DenoiseConfig:
     confidence_threshold: Nats
     """Mean entropy, in nats, below which a stable canvas is finished."""
     stability_threshold: Annotated[Integer, Ge(0), Le(MOST_STEPS)]
-    """How many earlier best guesses must equal the current one; 0 asks for confidence alone."""
+    """How many earlier best guesses must equal the current one before a canvas is finished. 0:
+    confidence alone decides."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError unless the schedule cools down."""
         if self.t_max <= self.t_min:
             raise ValueError(
                 f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}."
@@ -61,8 +65,8 @@ class DenoiseConfig:
     def from_generation_config(
         cls, generation_config: Mapping[str, Any], max_denoising_steps: int | None = None
     ) -> "DenoiseConfig":
-        """Returns the settings of `generation_config`; `max_denoising_steps`, when given, replaces
-        its value.
+        """Returns the settings in `generation_config`, the contents of a generation_config.json.
+        `max_denoising_steps` replaces its value there; None keeps it.
 
         Raises:
             ValueError: a key is missing or out of range; says which, what came and what to do.
@@ -83,8 +87,12 @@ class DenoiseConfig:
 
 
 def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
-    """Returns the denoising settings: `--diffusion-config` over `--override-generation-config` over
-    the checkpoint's generation_config.json. Raises ValueError for a missing or unusable value."""
+    """Returns the server's denoising settings. `--diffusion-config` precedes
+    `--override-generation-config`, and that precedes the checkpoint's generation_config.json.
+
+    Raises:
+        ValueError: a value is missing or cannot be used.
+    """
     model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
     assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
     return DenoiseConfig.from_generation_config(
@@ -97,7 +105,8 @@ def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
 
 
 def _entropy_bound(sampler_config: Any) -> Any:
-    """Returns the bound of a `sampler_config`. Raises ValueError if that is of another kind."""
+    """Returns the `entropy_bound` of a `sampler_config`, None if it has none. Raises ValueError if
+    the sampler is of another kind."""
     name = sampler_config.get("_cls_name") if isinstance(sampler_config, Mapping) else None
     if name != ENTROPY_BOUND_SAMPLER:
         raise ValueError(

@@ -14,44 +14,47 @@ Schedule = Literal["cosine", "linear", "sqrt"]
 
 @settings
 class DrafterConfig:
-    """Settings of a DFlash drafter. Widths count drafted tokens, without the anchor: a block of 16
-    has a width of 15."""
+    """Settings of a DFlash drafter. Widths count the drafted tokens of a block, without its anchor,
+    the token that is known: a block of 16 has a width of 15."""
 
     width_policy: WidthPolicy = "fixed"
     """How many of a request's drafts the target verifies. `fixed`: always `width`. `blockpilot`:
     what `predictor` says after the prefill. `acceptance`: fewer while under 60% are accepted, more
     while over 90% are, none where steps without drafts make more tokens a second. `load`: what the
-    batch leaves room for."""
+    other requests of the step leave room for, see `load_rows`."""
     width: Count | None = None
-    """Most drafts that are verified. None: all that are drafted."""
+    """Most drafts of a request that are verified. None: all that are drafted."""
     narrow_draft: Boolean = False
-    """Draft no more tokens than will be verified. The mask tokens of a block see each other, so a
-    narrower block drafts differently; without this, all are drafted and the rest dropped."""
+    """Whether to draft no more tokens than will be verified. The mask tokens of a block see each
+    other, so a narrower block drafts differently. If not, all are drafted and the rest is
+    dropped."""
     load_rows: Count = 128
     """With `load`: tokens of a step that the target computes at about the price of one. A batch
     that leaves each request less than one draft is served without drafts."""
     predictor: PathName | None = None
-    """With `blockpilot`: folder of the predictor."""
+    """With `blockpilot`: folder of the predictor. None with the other policies."""
     max_context: Count | None = None
-    """Requests with more tokens than this are served without drafts, and cost nothing for the
-    drafter: it stores nothing beyond. None: the length that the drafter's config says it was
-    trained on (`dflash_config.trained_context`), else no limit."""
+    """Requests with more tokens than this are served without drafts, and the drafter stores nothing
+    of tokens beyond it. None: the length that the drafter's config says it was trained on
+    (`dflash_config.trained_context`), else no limit."""
     draft_window: Count | None = None
-    """The drafter sees this many of the last tokens; cache blocks behind them are freed."""
+    """How many of the last tokens the drafter sees. Cache blocks before them are freed. None: it
+    sees all tokens."""
     draft_steps: Count = 1
-    """Passes over a block: each keeps its most confident tokens for the next pass to see. More than
-    one suits drafters trained for it; with others, acceptance falls."""
+    """Passes over a block. Each keeps its most confident tokens, which the next pass sees. More
+    than one suits drafters trained for it; with others, acceptance falls."""
     schedule: Schedule = "cosine"
     """How many tokens each of several passes keeps."""
     buffer: PathName | None = None
     """Folder that some of the verified blocks are written to, for `vllm-dllm drafter train
-    --from-buffer`."""
+    --from-buffer`. None: none are written."""
     buffer_mib: Count = 64
-    """Size of `buffer`; its oldest blocks are deleted."""
+    """Largest size of `buffer` in MiB. Beyond it, the oldest blocks are deleted."""
     buffer_every: Count = 20
-    """One block of this many is written."""
+    """One of this many verified blocks is written."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError unless `blockpilot` and `predictor` are set together."""
         if (self.width_policy == "blockpilot") != (self.predictor is not None):
             raise ValueError(
                 "drafter.width_policy 'blockpilot' and drafter.predictor, the folder that "
@@ -60,11 +63,11 @@ class DrafterConfig:
             )
 
     def max_width(self, num_drafted: int) -> int:
-        """Returns the most drafts of a request that are verified, of `num_drafted` that the drafter
-        makes.
+        """Returns the most drafts of a request that are verified. `num_drafted`: tokens that the
+        drafter drafts for a request.
 
         Raises:
-            ValueError: `width` is more than that.
+            ValueError: `width` is more than `num_drafted`.
         """
         if self.width is not None and self.width > num_drafted:
             raise ValueError(
@@ -75,11 +78,11 @@ class DrafterConfig:
 
 
 def context_limit(config: DrafterConfig, draft_model_config: Any, max_model_len: int) -> int:
-    """Returns the tokens of the longest request that is drafted for. `draft_model_config` is
-    vLLM's.
+    """Returns the tokens of the longest request that is drafted for. `draft_model_config`: vLLM's
+    configuration of the drafter. `max_model_len`: the target's limit.
 
     Raises:
-        ValueError: the drafter's config has no sensible number.
+        ValueError: `dflash_config.trained_context` in the drafter's config.json is no integer >= 1.
     """
     if config.max_context is not None:
         return config.max_context

@@ -28,89 +28,95 @@ SECTION = "vllm_dllm"
 
 @settings
 class RequestLimits:
-    """Limits of one request, for servers that serve others at the same time. Each is named like
-    what it limits. A request beyond a limit is answered with HTTP 400."""
+    """Limits of one request, so that it does not hold up requests of other clients. Each has the
+    name of what it limits. A request beyond one is answered with HTTP 400, but canvases beyond
+    `canvases` take turns."""
 
     n: Count = 64
-    """Answers of a request: `n` times the prompts of a completion."""
+    """Most answers of a request: `n` times the prompts of a completion."""
     prompt_logprobs: Count = 2048
-    """Log-probabilities of prompts: their tokens times one more than `prompt_logprobs`."""
+    """Most log-probabilities of prompts: their tokens times one more than `prompt_logprobs`."""
     bad_words: Count = 1024
-    """Tokens of all `bad_words`."""
+    """Most tokens of all `bad_words` together."""
     logit_bias: Count = 1024
-    """Tokens that get a bias."""
+    """Most tokens that get a bias."""
     prediction: Count = 32_768
-    """Tokens of a predicted output. A server keeps room for as many requests as it runs at once."""
+    """Most tokens of a predicted output. A server keeps room for that of each request that it runs
+    at once."""
     canvas_length: Count = 8
     """The least `diffusion_canvas_length`: a canvas takes as many steps for a few tokens as for
     many."""
     canvases: Count | None = None
-    """Canvases of one HTTP request in a step that others share; more take turns. None: 2 on CPUs,
-    where each canvas makes a step longer; elsewhere a quarter of `--max-num-seqs`."""
+    """Most canvases of one HTTP request in a step that other requests share; more take turns. None:
+    2 on CPUs, where each canvas makes a step longer; elsewhere a quarter of `--max-num-seqs`."""
 
 
 @settings
 class LoadStage:
-    """Looser thresholds of convergence while a server is busy: they apply when a step has at least
-    `canvases` canvases, to requests that allow it and whose own thresholds are tighter."""
+    """Looser thresholds of convergence while a server is busy. They apply in steps with at least
+    `canvases` canvases, and only to requests that allow it and whose own thresholds are tighter."""
 
     canvases: Count
     confidence_threshold: Annotated[Number, Ge(0), Le(MOST_NATS)] = 0.0
-    """Nats; 0 loosens nothing."""
+    """Mean entropy in nats, see `DenoiseConfig`. 0 loosens nothing."""
     stability_threshold: Annotated[Integer, Ge(0), Le(MOST_STEPS)] = MOST_STEPS
-    """Steps; `MOST_STEPS` loosens nothing."""
+    """Number of equal best guesses, see `DenoiseConfig`. `MOST_STEPS` loosens nothing."""
 
 
 @settings
 class ExtensionConfig:
-    """What `--additional-config '{"vllm_dllm": {...}}'` sets."""
+    """The settings in `--additional-config '{"vllm_dllm": {...}}'`."""
 
     window_rule: WindowRule = "reference"
     """Which keys a canvas row sees on sliding-window layers: `reference` (every row sees the last
     W-1 prefix tokens and the whole canvas, as transformers does) or `symmetric` (each row sees W-1
     tokens back and W-1 ahead, as stock vLLM does). A request may override it."""
     trace_path: PathName | None = None
-    """File to which every step's canvases are appended as JSON lines, for watching them. Costs a
-    device-to-host copy a step. Only its owner can read it, because it holds clients' answers. Lines
-    that cannot be written are dropped."""
+    """File to which every step's canvases are appended as JSON lines, for watching them. None: no
+    file. Costs a device-to-host copy a step. Only its owner can read it, because it holds clients'
+    answers. Lines that cannot be written are dropped."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys of `requests.options`, for requests that do not set them."""
     sampling_memory_mib: Count = 256
-    """Most memory that the sampler takes beside its results, whatever the number of requests."""
+    """Most memory, in MiB, that the sampler takes beside its results, whatever the number of
+    requests."""
     self_conditioning_tolerance: Annotated[Number, Ge(0), Lt(1)] = 0.0
     """Share of a position's probability that its expected embedding may leave out in a step, in
-    blocks of 1024 tokens. 0 leaves out nothing."""
+    blocks of 1024 tokens of the vocabulary. 0 leaves out nothing."""
     self_conditioning_top_k: Count | None = None
-    """Compute expected embeddings from the k most probable tokens alone; the log says how much
-    probability the others had. None: from all tokens."""
+    """Number of most probable tokens that expected embeddings are computed from. The log says how
+    much probability the others had. None: all tokens."""
     fit_canvas: Boolean = True
-    """Denoise no canvas, first or last, wider than the tokens that its request may still get
-    (rounded up to 16). The reference always denoises a whole canvas and drops the rest; so does
+    """Whether to denoise no canvas, first or last, wider than the tokens that its request may still
+    get (rounded up to 16). The reference always denoises a whole canvas and drops the rest; so does
     this with false."""
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    """How a DFlash drafter of `--speculative-config` is used; from an object of its settings."""
+    """How a DFlash drafter of `--speculative-config` is used. Written as an object of the settings
+    in `DrafterConfig`."""
     commit_last_block: Boolean = False
-    """Write the keys and values of an answer's last block, so that the next turn of a chat finds
-    them in the prefix cache. Costs a forward an answer."""
+    """Whether to write the keys and values of an answer's last block, so that the next turn of a
+    chat finds them in the prefix cache. Costs a forward an answer."""
 
     limits: RequestLimits = field(default_factory=RequestLimits)
-    """What one request may ask for; from an object of its settings."""
+    """What one request may ask for. Written as an object of the settings in `RequestLimits`."""
     load_stages: tuple[LoadStage, ...] = ()
     """Looser thresholds while the server is busy, for requests that allow it
-    (`diffusion_load_stages`); from a list of objects, see `LoadStage`."""
+    (`diffusion_load_stages`). Written as a list of objects, see `LoadStage`."""
     kernel_choice: KernelChoice = "shipped"
     """Which kernels run on a GPU. `shipped`: the fastest by times that come with this package.
     `measured`: the fastest by times that the first start on the machine measures, for at most 15 s,
     and keeps. `stock`: vLLM's own tiles of experts, and attention by Triton."""
     blocks_in_flight: Count = 1
-    """Blocks of a masked model that are denoised, and committed, together: a block sees unfinished
-    blocks before it, and reveals early what the model is more certain of. More than 1 is for models
-    whose blocks see themselves whole, such as SDAR and LLaDA2."""
+    """Blocks of a masked model that are denoised together, and committed together. A block sees the
+    unfinished blocks before it, and reveals early what the model is more certain of. More than 1 is
+    for models whose blocks see themselves whole, such as SDAR and LLaDA2."""
     drain_seconds: Count = 15
-    """Time for requests in flight to finish when the server is told to stop, unless vLLM's
+    """Seconds that requests in flight have to finish when the server is told to stop, unless vLLM's
     `--shutdown-timeout` sets it."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings that exclude each other, and for load stages out of
+        order."""
         if self.self_conditioning_tolerance and self.self_conditioning_top_k:
             raise ValueError(
                 "self_conditioning_tolerance and self_conditioning_top_k exclude each other."
@@ -120,7 +126,11 @@ class ExtensionConfig:
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ExtensionConfig":
         """Returns the settings in the `vllm_dllm` entry of vLLM's additional config; all defaults
-        if it is absent."""
+        if it is absent.
+
+        Raises:
+            ValueError: a setting is unknown or unusable, or stands beside the entry and not in it.
+        """
         given = additional_config if isinstance(additional_config, Mapping) else {}
         for name in given:
             _check_place(name, cls.__annotations__)
@@ -128,8 +138,8 @@ class ExtensionConfig:
 
 
 def _check_order(stages: Sequence[LoadStage]) -> None:
-    """Raises ValueError unless each stage has more canvases than the one before and no tighter
-    threshold."""
+    """Raises ValueError unless each stage has more canvases than the stage before it, and no
+    tighter threshold."""
     for earlier, later in pairwise(stages):
         if (
             later.canvases <= earlier.canvases
@@ -143,8 +153,8 @@ def _check_order(stages: Sequence[LoadStage]) -> None:
 
 
 def _check_place(name: str, settings: Iterable[str]) -> None:
-    """Raises ValueError for an entry beside our section that looks like one of our settings or like
-    the section's name."""
+    """Raises ValueError if `name`, an entry of vLLM's additional config, is one of our settings, or
+    looks like one or like the section's name. `settings`: the names of our settings."""
     if name in settings:
         place = f'{{"{SECTION}": {{"{name}": ...}}}}'
         raise ValueError(f"{name} in --additional-config belongs under {SECTION}: '{place}'.")

@@ -18,17 +18,20 @@ class LineFile:
     """Appends whole lines to a file. Other processes may append to it, too."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if there is none. Raises OSError."""
+        """Opens the file at `path`, or makes it, for its owner only. Raises OSError."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(path, flags, OWNER_ONLY_FILE)
         size = os.fstat(self._file).st_size
         self.is_cut = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        """Whether the file ends with part of a line."""
+        """Whether the file ends with part of a line. If so, `append` writes a line break first."""
 
     def append(self, line: bytes) -> None:
-        """Appends `line`, which has its line break. Raises OSError if it could not be written
-        whole: what was written of it is removed or, where that is not possible, kept apart from the
-        next line."""
+        """Appends `line`, which has its line break.
+
+        Raises:
+            OSError: it could not be written whole. The part that was written is removed. Where that
+                is not possible, the next line begins after a line break.
+        """
         data = b"\n" + line if self.is_cut else line
         written = 0
         try:
@@ -41,7 +44,8 @@ class LineFile:
         self.is_cut = False
 
     def _truncate(self, num_bytes: int) -> None:
-        """Removes the bytes just written, unless another process has appended after them."""
+        """Removes the `num_bytes` bytes that were just written. Sets `is_cut` instead if another
+        process has appended after them, or the file cannot be made shorter."""
         end = os.lseek(self._file, 0, os.SEEK_CUR)
         with contextlib.suppress(OSError):
             if os.fstat(self._file).st_size == end:
@@ -54,7 +58,8 @@ class LineFile:
 
 
 def check_file(key: str, path: Path) -> None:
-    """Makes the file if there is none. Raises ValueError unless lines can be appended to it."""
+    """Makes the file at `path` if there is none. Raises ValueError if no lines can be appended to
+    it, or if it is a pipe or a socket. `key`: the setting's name in the error."""
     try:
         # A pipe would hold up every step that its reader does not keep up with.
         if path.exists() and not (path.is_dir() or path.is_file() or path.is_char_device()):
@@ -68,7 +73,8 @@ def check_file(key: str, path: Path) -> None:
 
 
 def check_folder(key: str, path: Path) -> None:
-    """Makes the folder if there is none. Raises ValueError unless files can be made in it."""
+    """Makes the folder at `path` if there is none. Raises ValueError unless files can be made in
+    it. `key`: the setting's name in the error."""
     try:
         path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

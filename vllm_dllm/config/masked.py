@@ -17,19 +17,20 @@ class MaskedConfig:
     """Blocks and special tokens of a masked model."""
 
     block_length: int
-    """Tokens of a block, which see each other."""
+    """Tokens of a block. They see each other."""
     blocks_in_flight: int
-    """Blocks of a canvas."""
+    """Blocks of a canvas, which are denoised together."""
     mask_id: int
-    """The mask token, which hidden positions hold."""
+    """Id of the mask token, which hidden positions hold."""
     family: Family
-    """Its family, whose threshold applies if neither request nor server sets one."""
+    """The model's family. Its threshold applies if neither request nor server sets one."""
     edit_tokens: tuple[int, int] | None = None
-    """The tokens that delete and insert, for a family that `moves_tokens`."""
+    """Ids of the tokens that delete and insert. None: the family does not move tokens."""
 
     @classmethod
     def if_masked(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
-        """Returns the model's MaskedConfig, or None if it is not a masked model."""
+        """Returns the model's MaskedConfig, or None if it is not a masked model. Raises ValueError
+        as `from_vllm_config` does."""
         model_config = vllm_config.model_config
         if model_config is None or model_config.architecture not in FAMILIES:
             return None
@@ -37,10 +38,11 @@ class MaskedConfig:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "MaskedConfig":
-        """Returns what config.json says. The served canvas is `blocks_in_flight` blocks.
+        """Returns what config.json says of blocks and special tokens. The served canvas consists of
+        `blocks_in_flight` blocks, so a block is that part of `canvas_length`.
 
         Raises:
-            ValueError: a value is missing or impossible; names the file and the key.
+            ValueError: a value is missing or impossible; names the file or option, and the key.
         """
         model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
         assert diffusion_config is not None, "the serving config makes it"
@@ -83,9 +85,9 @@ class MaskedConfig:
         return cls(length, in_flight, mask_id, family, edit_tokens)
 
     def check_cache_page(self, page: int, option: str) -> None:
-        """Raises ValueError unless cached pages of `page` tokens hold whole blocks: keys and values
-        of a part of a block depend on the tokens after it, unless known tokens are causal.
-        `option`: the command line's name of `page`."""
+        """Raises ValueError unless cached pages of `page` tokens hold whole blocks. Keys and values
+        of a part of a block depend on the tokens after it, except in causal families, which may
+        have any page. `option`: the command line's name of `page`."""
         if page % self.block_length != 0 and not self.family.is_causal:
             raise ValueError(
                 f"{option} must be a multiple of the model's block of {self.block_length} tokens "
@@ -94,10 +96,11 @@ class MaskedConfig:
             )
 
     def check_blocks_in_flight(self) -> None:
-        """Warns if several blocks are in flight, for which the checkpoint may not be trained.
+        """Logs a warning if several blocks are in flight, for which the checkpoint may not be
+        trained.
 
         Raises:
-            ValueError: a block cannot begin before the previous one is finished.
+            ValueError: several are, and a block cannot begin before the previous one is finished.
         """
         if self.blocks_in_flight == 1:
             return
@@ -117,7 +120,8 @@ class MaskedConfig:
 
 
 def check_asked_blocks(asked: int | None, served: int) -> None:
-    """Raises ValueError unless a request may have `asked` blocks in flight (None: all `served`)."""
+    """Raises ValueError if a request asks for `asked` blocks in flight, more than the `served` ones
+    of the server. None: it asks for no number, and has all."""
     if (asked or 1) > served:
         raise ValueError(
             f"diffusion_blocks_in_flight must be at most {served}, the server's "

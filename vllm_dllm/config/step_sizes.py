@@ -2,27 +2,27 @@
 
 PROMPT_DIVISOR = 4  # a quarter of a step's tokens is left to prompts
 CAPTURED_CANVASES = 16
-"""Canvases of the largest graph. A larger step computes for longer than the host takes to launch it
-(an estimate: 2 TFLOP a canvas of the 26B model, 60 ms on an H100)."""
+"""Canvases of the largest CUDA graph. A larger step computes for longer than the host takes to
+launch it (an estimate: 2 TFLOP a canvas of the 26B model, 60 ms on an H100)."""
 _FINE_CANVASES = 4  # up to this many, steps are captured in quarters of a canvas
 _EACH_CANVAS = 8  # up to this many, each number of canvases has a graph; beyond, every other
 
 
 def max_canvases_per_step(
-    token_budget: int,  # of a step
+    token_budget: int,  # tokens of a step
     canvas_length: int,
 ) -> int:
     """Returns how many canvases of `canvas_length` tokens fit into a step of `token_budget` tokens
-    beside the prompts' share; at least 1."""
+    beside the quarter that is left to prompts; at least 1."""
     return max(1, (token_budget - token_budget // PROMPT_DIVISOR) // canvas_length)
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, token_budget: int) -> list[int]:
-    """Returns the sizes, in tokens, of the steps to capture, ascending.
+    """Returns the sizes, in tokens, of the steps to capture as CUDA graphs, ascending.
 
-    A step of full canvases replays the graph of that many canvases, or of one more. Quarters in
-    between are for steps with a prompt or a narrower canvas, which are padded by at most a quarter
-    of a canvas.
+    A step of full canvases replays the graph of that many canvases, or of one more. Sizes in
+    between, in quarters of a canvas, are for steps with a prompt or a narrower canvas. They are
+    padded by at most a quarter of a canvas. `token_budget`: most tokens of a step.
     """
     most = max(1, min(max_num_seqs, CAPTURED_CANVASES, token_budget // canvas_length))
     whole = {n for n in range(1, most + 1) if n <= _EACH_CANVAS or n % 2 == 0} | {most}

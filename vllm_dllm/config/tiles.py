@@ -15,7 +15,7 @@ VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
 
 
 def set_tuned_config_folder(folder: Path = FOLDER) -> None:
-    """Makes this process and its children read tile sizes from `folder` on a GPU, unless the user
-    named another. Repeatable."""
+    """Makes this process and its children read tile sizes from `folder`, by `VARIABLE` in the
+    environment. Does nothing if that is set already, or without an NVIDIA GPU. Repeatable."""
     if current_platform.is_cuda():
         os.environ.setdefault(VARIABLE, str(folder))

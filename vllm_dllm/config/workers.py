@@ -31,7 +31,8 @@ preloaded."""
 
 
 def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables to add to the environment of an engine on a CPU."""
+    """Returns the variables to add to `environment`, that of an engine on a CPU. Limits how long
+    OpenMP's threads spin, unless `environment` sets that in some way."""
     variables = {
         # A worker that compiles does not answer for minutes, and after one minute vLLM would warn
         # that processes hang. A worker that hangs while it serves is reported after 300 s.

@@ -34,9 +34,9 @@ _GIB = 1 << 30
 
 @contextmanager
 def without_memory_check(config: CacheConfig) -> Iterator[None]:
-    """Sets `kv_cache_memory_bytes` to 0 in this context, so that vLLM's worker starts even where
-    its default share of the memory is not free. Does nothing where the user has set a size or a
-    share. `available_cache_bytes` checks later."""
+    """Sets `kv_cache_memory_bytes` to 0 in this context, and to None again after it, so that vLLM's
+    worker starts even where its default share of the memory is not free. Does nothing where the
+    user has set a size or a share. `available_cache_bytes` looks at the free memory later."""
     is_open = config.kv_cache_memory_bytes is None and not _user_set_share(config)
     if is_open:
         config.kv_cache_memory_bytes = 0
@@ -54,8 +54,11 @@ def _user_set_share(config: CacheConfig) -> bool:
 
 def available_cache_bytes(config: CacheConfig, node_id: int) -> int:
     """Returns how many bytes a worker that has loaded its model may use for its cache on memory
-    node `node_id`: the default share of what is free; or, if the user has set a share, what is left
-    of that share of the whole, which may be negative."""
+    node `node_id`. By default that is vLLM's default share of the free memory.
+
+    If the user has set a share, it is what the worker leaves of that share of the whole node, but
+    no more than is free. It may be negative.
+    """
     node = cpu_resource_utils.get_memory_node_info(node_id)
     free, share = _free_bytes(node), config.gpu_memory_utilization
     if not _user_set_share(config):
@@ -66,7 +69,7 @@ def available_cache_bytes(config: CacheConfig, node_id: int) -> int:
 
 def _free_bytes(node: cpu_resource_utils.MemoryNodeInfo) -> int:
     """Returns the free bytes of a memory node. In a container with a limit, vLLM counts cached
-    files as used, although Linux gives their memory up."""
+    files as used, although Linux gives their memory up; here they count as free."""
     limit = cpu_resource_utils.get_cgroup_memory_limit()
     used = cpu_resource_utils.get_cgroup_memory_usage()
     if limit != node.total_memory or used is None:  # another limit than the node's is not in force
@@ -76,8 +79,8 @@ def _free_bytes(node: cpu_resource_utils.MemoryNodeInfo) -> int:
 
 
 def _page_cache_bytes(name: str) -> int:
-    """Returns the bytes of cached files by the control group's statistics `name`; 0 if it has
-    none."""
+    """Returns the bytes of cached files by `name`, a file with statistics of the control group. 0
+    if there is no such file."""
     path = CGROUP / name
     if not path.exists():
         return 0
@@ -89,7 +92,8 @@ def check_longest_request_fits(
     num_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
 ) -> None:
     """Raises ValueError if a cache of `num_bytes` is too small for one request of the longest
-    length. vLLM's own error rounds to tenths of a GiB and advises shares of a GPU."""
+    length, unless vLLM chooses that length. vLLM's own error rounds to tenths of a GiB and advises
+    shares of a GPU. `specs`: the layers' caches by name."""
     model_config, needed = vllm_config.model_config, _longest_request_bytes(specs, vllm_config)
     # -1 lets vLLM choose a length that fits.
     if needed <= num_bytes or model_config.original_max_model_len == -1:
@@ -112,14 +116,16 @@ def _format_mib(num_bytes: int) -> str:
 
 
 def _longest_request_bytes(specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig") -> int:
-    """Returns the cache size of a request of the longest length."""
+    """Returns the bytes that a request of the longest length takes in the caches `specs` of all
+    layers."""
     return sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
 
 
 def choose_cache_bytes(
     available_cache_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
 ) -> int:
-    """Returns the size of a worker's cache for the layers `specs`, at most `available_cache_bytes`.
+    """Returns the size in bytes of a worker's cache for the layers `specs`: what requests can fill,
+    and at most `available_cache_bytes`. Logs it if it is less.
 
     Raises:
         ValueError: one request of the longest length does not fit.

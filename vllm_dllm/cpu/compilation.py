@@ -33,8 +33,9 @@ def has_compiler() -> bool:
 
 
 def choose_compilation(vllm_config: VllmConfig) -> None:
-    """Sets the compilation mode and backend that the command line left open. `--enforce-eager` and
-    `--compilation-config` take precedence."""
+    """Sets in `vllm_config`, in place, the compilation mode and backend that the command line left
+    open. `--enforce-eager` and `--compilation-config` take precedence. Without a C++ compiler the
+    model runs as a trace, and the log says so."""
     assert vllm_config.model_config is not None
     config = vllm_config.compilation_config
     is_eager = (
@@ -58,7 +59,8 @@ def choose_compilation(vllm_config: VllmConfig) -> None:
 
 
 def reuse_compiled_models(vllm_config: VllmConfig) -> None:
-    """Lets this worker load what an earlier start compiled, if it would compile the same.
+    """Lets this worker load what an earlier start compiled, if it would compile the same. Changes
+    vLLM's cache key in `vllm_config`, in place. Call it when the number of threads is set.
     Repeatable."""
     from vllm_dllm.cpu.compat import compiled_models
 
@@ -68,9 +70,9 @@ def reuse_compiled_models(vllm_config: VllmConfig) -> None:
 
 
 def cache_key() -> str:
-    """Returns what a compiled model depends on beyond vLLM's cache key. vLLM's key has the versions
-    of vLLM and torch, the configurations, and the sources of functions called in the forward, but
-    not our sources, which shape the model when it is built."""
+    """Returns text of what a compiled model depends on beyond vLLM's cache key. vLLM's key has the
+    versions of vLLM and torch, the configurations, and the sources of functions called in the
+    forward, but not our sources, which shape the model when it is built."""
     return ", ".join(
         [
             sources(),
@@ -83,7 +85,7 @@ def cache_key() -> str:
 
 
 def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
-    """Returns a digest of our sources in `MODEL_ROOMS`."""
+    """Returns a digest, in hexadecimal, of the Python files of `package` in `MODEL_ROOMS`."""
     digest = hashlib.sha256()
     for room in MODEL_ROOMS:
         for path in sorted((package / room).rglob("*.py")):
@@ -92,7 +94,8 @@ def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
 
 
 def _log_compilation(model: str, folder: str) -> None:
-    """Logs that a model is being compiled, which takes a minute."""
+    """Logs that `model`, a class' name, is being compiled, which takes a minute. `folder`: where
+    the result is stored."""
     logger.info(
         "Compiling %s for this machine, once: about a minute, longer for a large model. Later "
         "starts load it from %s.",

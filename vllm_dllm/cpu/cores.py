@@ -27,8 +27,8 @@ SMALL_MACHINE_CORES = 8
 
 
 def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
-    """Returns the cores that each worker computes on, from `by_worker`: the ids of its memory
-    node's cores."""
+    """Returns the ids of the cores that each worker computes on, and logs them. `by_worker`: the
+    ids of the cores that each worker may have."""
     wanted = _omp_num_threads()
     share = cpu_cores.available_cpu_count() // len(by_worker)  # a quota may allow less than all
     chosen = [cores[: wanted or _num_compute_cores(len(cores), share)] for cores in by_worker]
@@ -42,15 +42,16 @@ def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
 
 
 def _num_compute_cores(num_cores: int, share: int) -> int:
-    """Returns how many of a worker's cores to use; `share`: its part of the CPUs that this
-    container may use."""
+    """Returns how many of a worker's `num_cores` cores to use. `share`: its part of the CPUs that
+    this container may use."""
     if share < num_cores:  # threads that wait for one that used its quota up gain nothing
         return max(1, share)
     return num_cores if num_cores <= SMALL_MACHINE_CORES else num_cores - 1
 
 
 def _omp_num_threads() -> int | None:
-    """Returns the user's OMP_NUM_THREADS, of a list the first number; None if it is not set."""
+    """Returns the first number of the user's OMP_NUM_THREADS. None if it is not set, or no number
+    above 0."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
@@ -69,7 +70,7 @@ cores, but these threads stay on their cores."""
 
 
 class StepThreads:
-    """Sets the number of threads for each step: all if its work is worth it, else one."""
+    """Sets the number of threads for each step: all if the step's work is worth it, else one."""
 
     def __init__(
         self,
@@ -77,14 +78,15 @@ class StepThreads:
         most: int,
         set_num_threads: Callable[[int], None] = set_num_threads,
     ) -> None:
+        """`most`: all threads, which are in use now. `weights_per_layer`: on average."""
         self._least_rows = MIN_WORK / max(1, weights_per_layer)
         self._most = most
         self._set_num_threads = set_num_threads
         self._used = most
 
     def set_for_step(self, num_rows: int) -> None:
-        """Sets the threads of the next step, which computes `num_rows` tokens, those of canvases
-        included."""
+        """Sets this process' threads for the next step, which computes `num_rows` tokens, those of
+        canvases included."""
         wanted = self._most if max(num_rows, MIN_ROWS) >= self._least_rows else 1
         if wanted != self._used:
             self._set_num_threads(wanted)
@@ -92,8 +94,8 @@ class StepThreads:
 
 
 def make_step_threads(model: nn.Module, num_layers: int) -> StepThreads | None:
-    """Returns the StepThreads of a worker, or None if there is one thread, or in the user's own
-    process, whose other code uses threads, too."""
+    """Returns the StepThreads of a worker with `model`. None if it has one thread, or runs in the
+    user's own process, whose other code uses threads, too."""
     if multiprocessing.parent_process() is None or torch.get_num_threads() == 1:
         return None
     weights = sum(parameter.numel() for parameter in model.parameters())

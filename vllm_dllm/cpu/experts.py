@@ -28,7 +28,7 @@ their matrix products."""
 
 
 class Projection(NamedTuple):
-    """One matrix of all experts: how to multiply by an expert's."""
+    """How to multiply rows by one matrix of each expert, such as the down projections."""
 
     quantize: Callable[[torch.Tensor], Any]
     """Inputs [n, K] -> the form that `product` takes, whose rows can be indexed."""
@@ -45,8 +45,10 @@ def mix_experts(
     down: Projection,  # [H, I]
 ) -> torch.Tensor:
     """Returns the sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
+    Experts of other ranks add nothing. `activation`: a key of `ACTIVATIONS`.
 
-    Intermediate results have the model's type, as on GPUs. The sum is in fp32.
+    Intermediate results have the model's type, as on GPUs. The sum is in fp32, and the result has
+    the type of `x`.
     """
     experts = topk_ids.flatten().long()
     order = experts.argsort(stable=True)
@@ -88,7 +90,7 @@ def bf16_experts(
     w13: torch.Tensor,  # [E, 2 I, H] bf16
     w2: torch.Tensor,  # [E, H, I] bf16
 ) -> torch.Tensor:
-    """Returns [T, H], see `mix_experts`."""
+    """Returns `mix_experts` of unquantised experts, [T, H] bf16."""
 
     def projection(weights: torch.Tensor) -> Projection:
         return Projection(lambda x: x, lambda rows, e: F.linear(rows, weights[e]))
@@ -116,7 +118,8 @@ class Bf16Experts(StockExperts):
     def is_supported_config(
         cls: type, moe_config: FusedMoEConfig, *args: object
     ) -> tuple[bool, str | None]:
-        """Returns whether vLLM should choose this kernel, and why not."""
+        """Returns whether vLLM should choose this kernel, and a reason for the case that it should
+        not."""
         supported, reason = StockExperts.is_supported_config(cls, moe_config, *args)
         return (
             supported and is_faster_than_stock(moe_config)
@@ -127,7 +130,7 @@ class Bf16Experts(StockExperts):
         return activation.value in ACTIVATIONS
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves weights as they are."""
+        """Does nothing: the weights are used as they were loaded."""
 
     def apply(
         self,
@@ -147,7 +150,8 @@ class Bf16Experts(StockExperts):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Writes the experts' output to `output`."""
+        """Writes the experts' output [T, H] to `output`. Workspaces and scales of inputs are not
+        used."""
         if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the weights
             topk_weights = torch.ones_like(topk_weights)
         own_ids = topk_ids if expert_map is None else expert_map[topk_ids]
@@ -160,7 +164,7 @@ class Bf16Experts(StockExperts):
 
 def is_faster_than_stock(moe_config: FusedMoEConfig) -> bool:
     """Whether `Bf16Experts` is faster than vLLM's kernel on this processor, for steps of the
-    current configuration's canvases."""
+    current configuration's canvases. False for other models, other types and layers with biases."""
     diffusion = get_current_vllm_config().diffusion_config
     if diffusion is None or moe_config.in_dtype != torch.bfloat16 or moe_config.has_bias:
         return False
@@ -176,5 +180,6 @@ def is_faster_than_stock(moe_config: FusedMoEConfig) -> bool:
 
 
 def prefer_bf16_experts() -> None:
-    """Offers this kernel first to models that this process builds. Repeatable."""
+    """Offers `Bf16Experts` to vLLM, before its own kernels, for models that this process builds.
+    Repeatable."""
     prefer_expert_kernel(Bf16Experts)

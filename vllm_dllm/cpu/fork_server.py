@@ -50,8 +50,10 @@ none."""
 
 
 def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-    """Starts the fork server if there is none, without waiting for it. `variables`: additions to
-    its environment that this process will have later."""
+    """Starts the fork server if this process has none, without waiting for it. Does nothing in a
+    forked process, and in versions of Python whose fork server is open to all users. `imports`:
+    modules that it imports. `variables`: additions to its environment that this process will have
+    later."""
     global _environment
     if is_forked() or getattr(forkserver._forkserver, "_forkserver_pid", None) is not None:
         return
@@ -65,7 +67,8 @@ def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None =
 
 
 def find_fork_obstacle() -> str | None:
-    """Returns why a process forked now would differ from a spawned one, or None if it would not."""
+    """Returns why a process forked now would differ from a spawned one, as the end of a sentence in
+    the log. None if it would not."""
     if is_forked():
         return None
     if _environment is None:
@@ -76,7 +79,8 @@ def find_fork_obstacle() -> str | None:
 
 
 def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    """Returns the names of variables that are read at import and differ."""
+    """Returns the names of variables that libraries read at import and that differ between the
+    environments `before` and `now`."""
     return {
         name
         for name in before.keys() | now.keys()
@@ -87,15 +91,16 @@ def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> set[
 
 
 def is_forked() -> bool:
-    """Whether this process comes from the fork server."""
+    """Whether this process was forked from the fork server."""
     return isinstance(multiprocessing.current_process(), ForkedProcess)
 
 
 class _InheritedState:
-    """Pickles environment, cores and open standard streams of this process. A forked process that
-    unpickles it takes them over."""
+    """Pickles as the environment, cores and open standard streams of this process. A forked process
+    that unpickles it takes them over."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Returns the function that restores this process' state, and its arguments."""
         streams = [(fd, reduction.DupFd(fd)) for fd in (1, 2) if _is_open(fd)]
         return _restore_process_state, (dict(os.environ), os.sched_getaffinity(0), streams)
 
@@ -103,7 +108,8 @@ class _InheritedState:
 def _restore_process_state(
     environment: dict[str, str], cores: set[int], streams: list[tuple[int, Any]]
 ) -> None:
-    """Gives a forked process the environment, cores and streams of its parent."""
+    """Gives this process, a forked one, the environment, cores and streams of the process that
+    started it."""
     os.environ.clear()
     os.environ.update(environment)
     os.sched_setaffinity(0, cores)
@@ -120,9 +126,12 @@ class ForkedProcess(context.ForkServerProcess):
 
     def _bootstrap(self, *args: Any, **kwargs: Any) -> int:
         """Runs the process and then the exit functions of Python and C libraries, which free shared
-        memory. A fork server would skip those. Keeps imported modules frozen for garbage
-        collection: vLLM has an engine collect garbage at its end, and a spawned process destroys
-        modules object by object. Both take seconds, and vLLM kills an engine after five."""
+        memory. A fork server would skip these functions. Ends the process and does not return.
+
+        Keeps imported modules frozen for garbage collection. vLLM has an engine collect garbage at
+        its end, and a spawned process destroys modules object by object. Either takes seconds with
+        thawed modules, and vLLM kills an engine after five.
+        """
         gc.unfreeze = _stay_frozen
         code: int = super()._bootstrap(*args, **kwargs)  # type: ignore[misc]
         atexit._run_exitfuncs()
@@ -136,10 +145,13 @@ def _stay_frozen() -> None:
 
 
 class ForkContext(context.ForkServerContext):
+    """The multiprocessing context whose processes are ForkedProcess."""
+
     Process = ForkedProcess
 
 
 def _is_open(fd: int) -> bool:
+    """Whether the file descriptor `fd` is open in this process."""
     try:
         os.fstat(fd)
     except OSError:
@@ -149,7 +161,8 @@ def _is_open(fd: int) -> bool:
 
 @contextlib.contextmanager
 def _changed_environment(wanted: Mapping[str, str]) -> Any:
-    """Sets variables of the environment in this context."""
+    """Adds `wanted` to this process' environment in this context, and restores the environment
+    after it."""
     before = dict(os.environ)
     os.environ.update(wanted)
     try:
@@ -161,7 +174,8 @@ def _changed_environment(wanted: Mapping[str, str]) -> Any:
 
 def start_early(arguments: Sequence[str]) -> None:
     """Starts the fork server of `vllm serve` for a model of ours, before the process imports vLLM
-    itself. Other processes start it when they start an engine. `arguments`: the command line."""
+    itself. Does nothing for other commands and models, and in child processes: those start it when
+    they start an engine. `arguments`: the command line."""
     if multiprocessing.parent_process() is None and serves_our_model(arguments):
         ensure_running(
             (*engine_processes.MODULES, *CPU_IMPORTS),
@@ -170,7 +184,8 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def serves_our_model(arguments: Sequence[str]) -> bool:
-    """Whether a command line serves a checkpoint folder of ours."""
+    """Whether the command line `arguments` is `vllm serve` with the folder of a checkpoint of
+    ours."""
     return arguments[1:2] == ["serve"] and any(map(_is_ours, arguments[2:]))
 
 

@@ -22,7 +22,8 @@ _PARENT_CHECK_S = 0.5
 
 
 def run(parent: int, imports: Iterable[str]) -> None:
-    """Imports `imports` and freezes them."""
+    """Imports the modules `imports`, and freezes them for garbage collection. `parent`: id of the
+    process that started the server. If that process ends during the imports, this one exits."""
     _prepare_server(parent)
     for name in imports:
         with contextlib.suppress(ImportError):  # whoever needs it will say so
@@ -31,7 +32,8 @@ def run(parent: int, imports: Iterable[str]) -> None:
 
 
 def _prepare_server(parent: int) -> None:
-    """Sets signals, exit and forks of this process, and starts to check on its parent."""
+    """Sets signals, exit and forks of this process, and starts to check every `_PARENT_CHECK_S`
+    whether its parent is still there."""
     server = os.getpid()
 
     def exit_if_orphaned(number: int, frame: FrameType | None) -> None:
@@ -39,6 +41,8 @@ def _prepare_server(parent: int) -> None:
             os._exit(1)
 
     def reset_child() -> None:
+        """Gives a forked child Python's own signals and exit, and keeps it from starting another
+        server."""
         if os.getppid() != server:
             return  # a child's child, forked by hand
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -60,7 +64,8 @@ def _prepare_server(parent: int) -> None:
 
 
 def _freeze_imports() -> None:
-    """Ends the checks, and keeps garbage collectors of children from writing into shared pages."""
+    """Ends the checks on the parent, and freezes all objects, so that garbage collectors of
+    children do not write into shared pages."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's server ignores it from here

@@ -24,7 +24,8 @@ logger = init_logger(__name__)
 
 
 def install() -> None:
-    """Makes engines and workers that this process starts fork, where they can. Repeatable."""
+    """Makes engines and workers that this process starts fork, where they can, and lets our
+    function choose the cores of an engine's workers. Repeatable."""
     if multiprocessing.parent_process() is not None:  # the user's process has no workers
         cpu_cores.set_core_choice(cores.choose_cores, CPU_WORKER)
     if fork_server.is_forked():
@@ -35,8 +36,9 @@ def install() -> None:
 
 
 def _fork_context(config: "VllmConfig") -> engine_processes.Context | None:
-    """Returns the context that the engine's processes are forked from. None leaves them to vLLM:
-    the workers are not ours or are bound to memory, or nothing can fork here."""
+    """Returns the context that the engine's processes are forked from, and starts the fork server
+    if there is none. None leaves the processes to vLLM: the workers are not ours or are bound to
+    memory, or nothing can fork here, which is logged."""
     parallel_config = config.parallel_config
     if parallel_config.worker_cls != CPU_WORKER or parallel_config.numa_bind:
         return None
@@ -50,7 +52,8 @@ def _fork_context(config: "VllmConfig") -> engine_processes.Context | None:
 
 
 def compute_on_chosen_cores() -> None:
-    """Binds a forked worker to its cores, before it computes anything."""
+    """Binds a forked worker to its cores, before it computes anything. Does nothing in other
+    processes."""
     if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
         os.sched_setaffinity(0, chosen)
         cores.set_num_threads(len(chosen))

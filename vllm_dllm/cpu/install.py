@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Lets configurations of this process choose model runner v2, and its processes fork. Does
-    nothing where vLLM can launch Triton kernels. Repeatable."""
+    """Lets configurations of this process choose model runner v2, and its processes fork. On small
+    machines also shortens polling. Does nothing where vLLM can launch Triton kernels.
+    Repeatable."""
     if triton_placeholder.has_triton():
         return
     norm.register_cpp_norm()
@@ -25,7 +26,8 @@ def install() -> None:
 
 
 def prepare(config: "VllmConfig") -> None:
-    """Sets worker class, environment and warm-up of a model that runner v2 will run on this CPU."""
+    """Sets worker class and warm-up of a model that runner v2 will run on this CPU, in `config`,
+    and variables in this process' environment, which the engine and its workers inherit."""
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile

@@ -23,7 +23,8 @@ Launch = Callable[..., None]
 
 
 class CpuKernel:
-    """Replaces one Triton kernel: a launch runs `native`, or else Triton's interpreter."""
+    """Replaces one Triton kernel. A launch runs `native` or, if that is None, Triton's
+    interpreter."""
 
     def __init__(self, fn: FunctionType, native: Launch | None) -> None:
         self.fn = fn
@@ -32,11 +33,12 @@ class CpuKernel:
         self.__module__ = fn.__module__
 
     def __getitem__(self, grid: Grid) -> Launch:
-        """Returns the function that launches the kernel on `grid`."""
+        """Returns the function that launches the kernel on `grid` and takes its arguments."""
         return partial(self.native or self.interpret, grid)
 
     def interpret(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
-        """Runs the kernel in Triton's interpreter, and warns once."""
+        """Runs the kernel on `grid` in Triton's interpreter, and logs a warning once for each
+        kernel."""
         logger.warning_once(
             "Kernel %s.%s has no native CPU version and runs in Triton's interpreter, slowly.",
             self.__module__,
@@ -45,7 +47,8 @@ class CpuKernel:
         make_interpreted(self.fn)[grid](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function as a call from inside another interpreted kernel."""
+        """Runs the function in Triton's interpreter, as a call from inside another interpreted
+        kernel."""
         return make_interpreted(self.fn)(*args, **kwargs)
 
 
@@ -55,8 +58,8 @@ def kernel_name(fn: FunctionType) -> str:
 
 
 def jit(fn: FunctionType | None = None, **options: Any) -> Any:
-    """Returns the `CpuKernel` of `fn`. Replaces `triton.jit`, whose options only affect Triton's
-    compiler."""
+    """Returns the `CpuKernel` of `fn`, or without `fn` a decorator. Replaces `triton.jit`, whose
+    options only affect Triton's compiler."""
     if fn is None:
         return jit
     from vllm_dllm.cpu.kernels import NATIVE_KERNELS
@@ -65,7 +68,8 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 
 
 def replace_kernels() -> None:
-    """Replaces the kernels of all vLLM modules, whether loaded already or later. Repeatable."""
+    """Replaces the kernels of all vLLM modules, whether loaded already or later, by `CpuKernel`s.
+    Repeatable."""
     triton_placeholder.set_triton_jit(jit)
     modules = [
         module
@@ -107,10 +111,11 @@ def _is_jitted(fn: FunctionType) -> bool:
 
 @cache
 def make_interpreted(fn: FunctionType) -> Any:
-    """Returns `fn` as `triton.jit` would under TRITON_INTERPRET=1.
+    """Returns `fn` as `triton.jit` would under TRITON_INTERPRET=1. Changes the annotations of `fn`
+    and the globals of its module.
 
-    The module of `fn` was loaded with placeholders for `triton.language`. They are replaced with
-    the real modules, which the interpreter looks for.
+    That module was loaded with placeholders for `triton.language`. They are replaced with the real
+    modules, which the interpreter looks for.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction

@@ -17,14 +17,15 @@ NORM_PROVIDER = "vllm_dllm_cpu"
 def _norm_supports(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """Whether the kernel computes a norm as vLLM defines it: in fp32, since in 16-bit types it
-    rounds once more."""
+    """Whether vLLM's C++ kernel computes a norm as vLLM defines it: only in fp32, since in 16-bit
+    types it rounds once more, and over whole rows."""
     dtypes = {x.dtype} if weight is None else {x.dtype, weight.dtype}
     return variance_size is None and dtypes == {torch.float32}
 
 
 def register_cpp_norm() -> None:
-    """Adds the kernel to vLLM's implementations of RMS norm as `NORM_PROVIDER`. Repeatable."""
+    """Adds vLLM's C++ kernel to vLLM's implementations of RMS norm as `NORM_PROVIDER`.
+    Repeatable."""
     if NORM_PROVIDER in ir.ops.rms_norm.impls:
         return
 
@@ -39,7 +40,8 @@ def register_cpp_norm() -> None:
 
 
 def prefer_cpp_norm(vllm_config: VllmConfig) -> None:
-    """Makes the kernel the first choice for norms of `vllm_config`'s model, if it is registered."""
+    """Makes `NORM_PROVIDER` the first choice for norms of the model, in `vllm_config`, in place.
+    Does nothing if it is not registered."""
     if NORM_PROVIDER in ir.ops.rms_norm.impls:
         norms = vllm_config.kernel_config.ir_op_priority.rms_norm
         norms[:] = [NORM_PROVIDER, *(name for name in norms if name != NORM_PROVIDER)]

@@ -6,7 +6,8 @@ import torch
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the names of all extensions that this processor has, in one string."""
+    """Returns the names of all extensions that this processor has, sorted, in one string.
+    `cpuinfo`: Linux' file about the processors."""
     if names := _value_of_first_processor(cpuinfo, ("flags", "Features")):  # on x86 and Arm
         return " ".join(sorted(names.split()))
     return str(sorted(torch.cpu.get_capabilities().items()))
@@ -19,7 +20,7 @@ def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _value_of_first_processor(cpuinfo: Path, names: tuple[str, ...]) -> str | None:
-    """Returns the value that `cpuinfo` gives for the first of `names` that it has, or None."""
+    """Returns the value in the first line of `cpuinfo` that is about one of `names`, or None."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             name, _, value = line.partition(":")

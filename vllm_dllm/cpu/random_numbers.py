@@ -14,6 +14,7 @@ Array = npt.NDArray[Any]
 
 _MASK = np.uint64(0xFFFFFFFF)
 _SECOND_STREAM = 0x9E3779B9  # of the upper 32 bits of an fp64 draw
+"""Domain of the hash for the upper 32 bits of an fp64 draw."""
 _SMALLEST_PHILOX = np.float32(4.6566127342e-10)
 
 
@@ -23,7 +24,7 @@ def _as_uint64(integers: Array) -> Array:
 
 
 def _rotate_left(x: Array, bits: int) -> Array:
-    """Rotates uint32 numbers by `bits`."""
+    """Returns uint32 numbers with their bits rotated to the left by `bits`."""
     return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 
@@ -34,8 +35,8 @@ def _mix_murmur3(h: Array, key: Array) -> Array:
 
 
 def murmur3(seeds: Array, positions: Array, tokens: Array, domain: int = 0) -> Array:
-    """Returns uint32 hashes of int64 `seeds` and `positions` and the lower halves of `tokens`,
-    broadcast against each other."""
+    """Returns uint32 hashes of `seeds`, `positions` and the lower halves of `tokens`, all int64 and
+    broadcast against each other. `domain`: the hash to begin with."""
     with np.errstate(over="ignore"):
         seeds, positions = _as_uint64(seeds), _as_uint64(positions)
         h = np.full(seeds.shape, domain, np.uint32)
@@ -49,21 +50,22 @@ def murmur3(seeds: Array, positions: Array, tokens: Array, domain: int = 0) -> A
 
 
 def _uniform32(bits: Array) -> Array:
-    """Converts uint32 `bits` to fp32 numbers in (0, 1)."""
+    """Returns uint32 `bits` as fp32 numbers in (0, 1)."""
     high = (bits >> np.uint32(16)).astype(np.float32) * np.float32(1.52587890625e-05)
     low = (bits & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)
     return high + low * np.float32(2.3283064365386963e-10)
 
 
 def _uniform64(bits: Array) -> Array:
-    """Converts `bits` of 53 bits to fp64 numbers in (0, 1)."""
+    """Returns `bits`, uint64 with 53 bits in use, as fp64 numbers in (0, 1)."""
     uniform = (bits.astype(np.float64) + 0.5) * 1.1102230246251565e-16
     return np.where(uniform == 1.0, uniform - 1.1102230246251565e-16, uniform)
 
 
 def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> Array:
-    """Returns Gumbel noise of int64 `seeds`, `positions` and `tokens`, broadcast: fp64, or fp32
-    whose large values, which decide, have the finest steps."""
+    """Returns Gumbel noise for `seeds`, `positions` and `tokens`, all int64 and broadcast against
+    each other. The noise is fp64 or fp32. In fp32 the large values, which decide, have the finest
+    steps."""
     if fp64:
         low = murmur3(seeds, positions, tokens).astype(np.uint64)
         high = murmur3(seeds, positions, tokens, _SECOND_STREAM).astype(np.uint64)
@@ -74,8 +76,8 @@ def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> A
 
 
 def philox_uniform(seeds: Array, positions: Array) -> Array:
-    """Returns fp32 draws in (0, 1) from int64 seeds and positions: Triton's `tl.rand`, but never
-    zero."""
+    """Returns fp32 draws in (0, 1) from int64 `seeds` and `positions` of one shape: Triton's
+    `tl.rand`, but never zero."""
     seeds, positions = _as_uint64(seeds), _as_uint64(positions)
     key0, key1 = seeds & _MASK, seeds >> np.uint64(32)
     c0, c1 = positions & _MASK, positions >> np.uint64(32)

@@ -23,7 +23,7 @@ from vllm_dllm.cpu.random_numbers import gumbel_noise, philox_uniform
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of sampled requests. The functions are called only if there are such
+    """Random numbers of sampled requests. The functions are called only if there are sampled
     requests."""
 
     uniform: Callable[[], torch.Tensor]
@@ -43,10 +43,9 @@ def verify(
     draft_logits: torch.Tensor | None = None,  # [N, V] fp32, after temperature, that each row's
     # draft was drawn from; None: drafts are best guesses
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keeps each request's drafts up to the first that is refused, and adds the target's token.
-
-    Returns tokens [R, W] int64, and how many of each request's count, [R] int32, at least one.
-    """
+    """Returns tokens [R, W] int64: each request's drafts up to the first that is refused, and then
+    the target's token. Also returns how many of a request's tokens count, [R] int32, at least
+    one."""
     starts, ends = cu_num_logits[:-1].long(), cu_num_logits[1:].long()
     columns = torch.arange(num_columns, device=logits.device)
     rows = (starts[:, None] + columns).clamp(max=len(logits) - 1)
@@ -81,7 +80,8 @@ def _log_ratio(
     rows: torch.Tensor,  # [R, W]
     tokens: torch.Tensor,  # [R, W]
 ) -> torch.Tensor:
-    """Returns log(p / q) [R, W] of `tokens`."""
+    """Returns log(p / q) [R, W] of `tokens`, each by the logits of its row in `rows`.
+    `draft_logits` None: q = 1."""
     ratio = logits[rows, tokens] - logits.logsumexp(dim=-1)[rows]
     if draft_logits is not None:
         ratio -= draft_logits[rows, tokens] - draft_logits.logsumexp(dim=-1)[rows]
@@ -94,7 +94,7 @@ def _subtract_draft_distribution(
     draft_logits: torch.Tensor | None,  # [R, V]
 ) -> None:
     """Changes `logits` in place to those of max(p - q, 0), up to a constant, in rows that refused a
-    draft."""
+    draft. `draft_logits` None: q is 1 for the refused draft."""
     some = torch.nonzero(refused >= 0)[:, 0]
     if draft_logits is None:
         logits[some, refused[some]] = float("-inf")
@@ -118,11 +118,9 @@ def rejection_sample(
     num_speculative_steps: int,
     use_fp64: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verifies drafts as vLLM's function of this name does, with the same random numbers.
-
-    Returns tokens [num_reqs, num_speculative_steps + 1] int64, and how many of them count,
-    [num_reqs] int32.
-    """
+    """Verifies drafts as vLLM's function of this name does, with the same random numbers. Returns
+    tokens [num_reqs, num_speculative_steps + 1] int64, and how many of them count, [num_reqs]
+    int32."""
     if draft_logits is not None:  # a target's vocabulary may be padded further than its drafter's
         target_logits = target_logits[:, : draft_logits.shape[-1]]
     draws = _draws(seed[expanded_idx_mapping], pos, target_logits.shape[1], use_fp64)
@@ -151,7 +149,7 @@ def _draws(
     vocab_size: int,
     use_fp64: bool,
 ) -> Draws:
-    """Returns the draws of vLLM's random numbers for each row."""
+    """Returns Draws with vLLM's random numbers for each row, by seed and position."""
     seeds, positions, vocabulary = seed.numpy(), pos.numpy(), np.arange(vocab_size)
 
     def noise(rows: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ class TritonFreeCPUWorker(CPUWorker):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        """Installs kernels and speculators without Triton, and makes the model runner."""
+        """Installs kernels and speculators without Triton in this process, and makes the model
+        runner."""
         ops.request_amx_permission()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
@@ -54,8 +55,8 @@ class TritonFreeCPUWorker(CPUWorker):
         compilation.reuse_compiled_models(self.vllm_config)  # the key has the number of threads
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads the model, and checks that a KV cache of the user's size can hold the longest
-        request."""
+        """Loads the model. Raises ValueError if a KV cache of the size that the user set cannot
+        hold the longest request."""
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
@@ -67,15 +68,16 @@ class TritonFreeCPUWorker(CPUWorker):
             cache_size.check_longest_request_fits(size, self.get_kv_cache_spec(), self.vllm_config)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError: CPU kernels have packed copies of the weights, which would stay the
-        old ones."""
+        """Always raises ValueError: CPU kernels have packed copies of the weights, which would stay
+        the old ones."""
         raise ValueError(
             "Weights cannot be reloaded on CPUs, whose kernels have packed them. Start the server "
             "anew with the other weights."
         )
 
     def determine_available_memory(self) -> int:
-        """Returns the size of the KV cache in bytes."""
+        """Returns the size of the KV cache in bytes. Warms the model up first, as vLLM does, to
+        count the memory that it takes. Raises ValueError if the longest request does not fit."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return super().determine_available_memory()
         # As in vLLM, without its check that its default share of the memory is free.
@@ -86,13 +88,15 @@ class TritonFreeCPUWorker(CPUWorker):
         return cache_size.choose_cache_bytes(available, self.get_kv_cache_spec(), self.vllm_config)
 
     def compile_or_warm_up_model(self) -> Any:
+        """Compiles or warms up as vLLM does, and leaves signals to the engine from then on."""
         done = super().compile_or_warm_up_model()
         leave_signals_to_engine()
         return done
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Runs the model, and samples at once if nothing is left to wait for. vLLM's engine would
-        otherwise make another call for the tokens: a round trip for each step."""
+        """Runs the model on a step. Where nothing is left to wait for, also samples, and returns
+        the tokens: vLLM's engine would otherwise make another call for them, a round trip for each
+        step. Elsewhere returns what vLLM's worker returns, which is None before `sample_tokens`."""
         if self._threads is not None and (num_rows := scheduler_output.total_num_scheduled_tokens):
             self._threads.set_for_step(num_rows)
         join_commits(self.model_runner, scheduler_output)
@@ -106,5 +110,7 @@ class TritonFreeCPUWorker(CPUWorker):
         return self.sample_tokens(None) if output is None and samples_at_once else output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        """Returns the sampled tokens, with numbers of canvases and predicted draft widths
+        attached."""
         output = attach_canvas_numbers(self.model_runner, super().sample_tokens(grammar_output))
         return drafting.send_predicted_widths(self.model_runner, output)

@@ -18,7 +18,7 @@ class CanvasRow(NamedTuple):
 
     @property
     def is_denoised(self) -> bool:
-        """Whether the step has denoised the canvas. Otherwise it has committed it, or taken it
+        """Whether the step has denoised the canvas. If not, it has committed it or taken it
         back."""
         return self.step > 0
 
@@ -33,17 +33,18 @@ class CanvasNumbers(NamedTuple):
     values: np.ndarray  # [names, n] fp32; valid when the step's tokens are
     cut: Sequence[int] = ()  # indices in the step's batch: requests whose answer is cut and closed
     sampling_peak_bytes: int = 0  # most that this and all earlier steps took
-    sampling_bound_bytes: int = 0
+    sampling_bound_bytes: int = 0  # most that a step may take
 
     def requests_flagged(self, name: str) -> Iterator[int]:
-        """Yields the indices of requests with a flag. "committed": the step has finished and
-        committed their block. "verified": it has verified their draft."""
+        """Yields the indices, in the step's batch, of requests whose flag `name` is set.
+        "committed": the step has finished and committed their block. "verified": it has verified
+        their draft."""
         if name in self.names:
             flags = self.values[self.names.index(name)].tolist()
             yield from (request for request, flag in zip(self.requests, flags, strict=True) if flag)
 
     def rows(self) -> Iterator[CanvasRow]:
-        """Yields the numbers canvas by canvas."""
+        """Yields the numbers of each canvas. Call it when the step's tokens are valid."""
         # Plain Python: between steps numpy's code is not in the caches.
         of = dict(zip(self.names, self.values.tolist(), strict=True))
         causes = [cause for cause in ("converged", "revealed") if cause in of]

@@ -43,6 +43,7 @@ BY_LABEL = {
     ),
     "requests": ("acceptance", ACCEPTANCES, "Requests received, by their rule of acceptance."),
 }
+"""Counters with a label of their own -> the label, its values and the explanation."""
 
 HISTOGRAMS = {
     "block_denoise_steps": (
@@ -58,6 +59,7 @@ HISTOGRAMS = {
         (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100),
     ),
 }
+"""Histograms -> the explanation and the upper bounds of their buckets."""
 
 
 @dataclass
@@ -84,7 +86,8 @@ _registered: dict[type, list[Any]] = {}
 
 
 def _unregister(owner: type) -> None:
-    """Unregisters the metrics of `owner`, as vLLM does: a process may make new ones."""
+    """Unregisters the metrics that an earlier instance of `owner` has made, as vLLM does with its
+    own: a process may make them anew."""
     for metric in _registered.pop(owner, ()):
         REGISTRY.unregister(metric)
 
@@ -95,6 +98,8 @@ class CanvasMetrics:
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
     ) -> None:
+        """Makes and registers the metrics, in place of an earlier instance's. `labels_by_engine`:
+        the values of `labelnames`."""
         _unregister(type(self))
         metrics: dict[str, Any] = {
             name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()
@@ -125,7 +130,7 @@ class CanvasMetrics:
         }
 
     def observe(self, counts: Mapping[str, Any], engine: int) -> None:
-        """Adds `counts`, the fields of `CanvasCounts`, to an engine's metrics."""
+        """Adds `counts`, the fields of `CanvasCounts` by name, to the metrics of `engine`."""
         metrics = self._by_engine[engine]
         for name in COUNTERS:
             metrics[name].inc(counts[name])
@@ -152,8 +157,8 @@ DRAFT_HISTOGRAMS = {
 
 
 class CountedHistogram(Histogram):
-    """A histogram that observes equal values at once: hundreds of requests have few different
-    values."""
+    """A histogram that observes many equal values in one call. Hundreds of requests have few
+    different values."""
 
     def observe_many(self, value: int, times: int) -> None:
         """Observes `value` `times` times, which Prometheus' client has no method for."""
@@ -167,6 +172,8 @@ class DraftMetrics:
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
     ) -> None:
+        """Makes and registers the metrics, in place of an earlier instance's. `labels_by_engine`:
+        the values of `labelnames`."""
         _unregister(type(self))
         histograms = {
             name: CountedHistogram(PREFIX + name, text, labelnames, buckets=buckets)
@@ -181,9 +188,9 @@ class DraftMetrics:
     def observe(
         self, num_verified: int, accepted: Sequence[int], drafted: Sequence[int], engine: int
     ) -> None:
-        """Adds one step's verified drafts to an engine's histograms. accepted[i], drafted[i]: how
-        many of the `num_verified` drafts had position i accepted, and how many had a token
-        there."""
+        """Adds one step's verified drafts to the histograms of `engine`. `num_verified`: requests
+        with a verified draft. `accepted[i]`, `drafted[i]`: how many of them accepted a token at
+        position i, and had one there."""
         metrics = self._by_engine[engine]
         for length, times in count_run_lengths(num_verified, accepted):
             metrics["acceptance_length"].observe_many(1 + length, times)
@@ -192,8 +199,8 @@ class DraftMetrics:
 
 
 def count_run_lengths(count: int, reached: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields each length of `count` runs that start at position 0, and how many runs have it.
-    `reached[i]`: how many of them have position `i`."""
+    """Yields each length that some of `count` runs have, and how many have it. All runs start at
+    position 0. `reached[i]`: how many runs have position `i`."""
     for length, (longer, further) in enumerate(pairwise((count, *reached, 0))):
         if longer > further:
             yield length, longer - further

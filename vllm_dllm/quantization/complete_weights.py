@@ -18,12 +18,12 @@ from vllm.model_executor.models.utils import WeightsMapper
 _MOST_NAMED = 8
 _SAVED = {"weight", "weight_packed", "weight_scale", "bias"}
 """Kinds of tensors that checkpoints hold of a layer that may be quantised. Other parameters of such
-layers may have been made for a kernel. But a kind that one part of a joined layer has, all parts
-must have."""
+a layer are not required, since they may have been made for a kernel. But a kind that one part of a
+joined layer has, all its parts must have."""
 
 
 class CompleteWeights:
-    """Passes on a checkpoint's weights, and knows which are still missing."""
+    """Renames a checkpoint's weights to the model's names, and knows which are still missing."""
 
     def __init__(
         self,
@@ -32,6 +32,8 @@ class CompleteWeights:
         mapper: WeightsMapper,  # from the checkpoint's names to those of `model`
         optional: tuple[str, ...] = (),  # beginnings of names that may be missing
     ) -> None:
+        """Notes what must come. `packed_modules`: the model's joined layers, by the last part of
+        their names -> the checkpoint's layers that each joins."""
         self._joined_layers = dict(_joined_layers(model, packed_modules))
         self._required_parameters = [
             name for name in _required_parameters(model) if not name.startswith(optional)
@@ -42,19 +44,19 @@ class CompleteWeights:
     def rename_and_count(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all weights by the model's names."""
+        """Yields all weights under the model's names, and records that they have come."""
         for name, weight in self._mapper.apply(weights):
             self.count_tensor(name)
             yield name, weight
 
     def count_tensor(self, name: str) -> None:
-        """Records that a tensor has come, by the model's name."""
+        """Records that the tensor that the model calls `name` has come."""
         layer, _, kind = name.rpartition(".")
         self._found[layer].add(kind)
 
     def check_complete(self, loaded: Iterable[str] = ()) -> None:
-        """Raises ValueError if tensors are missing, with their names in the checkpoint. `loaded`:
-        parameters that came under other names."""
+        """Raises ValueError, with their names in the checkpoint, if tensors are missing. `loaded`:
+        parameters that were loaded from tensors of other names."""
         known = set(loaded)
         missing = [
             f"{layer}.{kind}"
@@ -78,7 +80,7 @@ class CompleteWeights:
             )
 
     def _name_in_checkpoint(self, name: str) -> str:
-        """Returns the checkpoint's name of one of the model's tensors."""
+        """Returns the checkpoint's name of the tensor that the model calls `name`."""
         for old, new in self._mapper.orig_to_new_prefix.items():
             if new is not None and name.startswith(new):
                 return old + name.removeprefix(new)
@@ -86,7 +88,8 @@ class CompleteWeights:
 
 
 def _required_parameters(model: nn.Module) -> Iterator[str]:
-    """Yields the parameters that a checkpoint must hold; of tied ones only the first."""
+    """Yields the names of parameters that a checkpoint must hold. Of parameters that are tied, it
+    yields only the first."""
     seen = set[int]()
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -106,7 +109,8 @@ def _required_parameters(model: nn.Module) -> Iterator[str]:
 def _joined_layers(
     model: nn.Module, packed_modules: Mapping[str, list[str]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields layers of `model` that join several of the checkpoint's, with the names of those."""
+    """Yields the name of each layer of `model` that joins several of the checkpoint's layers, and
+    the names of these. Experts of other ranks are left out."""
     for name, module in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, RoutedExperts):

@@ -37,11 +37,12 @@ LINEAR = torch.nn.Linear(1, 1, device="meta")
 def adapt_quant_config(
     config: QuantizationConfig | None, text_config: PretrainedConfig
 ) -> QuantizationConfig | None:
-    """Returns `config` as DiffusionGemma needs it. On GPUs, methods other than compressed-tensors
-    are returned unchanged, with a warning if they are not ModelOpt's.
+    """Returns `config` as DiffusionGemma needs it. Compressed-tensors' becomes a checked copy with
+    vLLM's names of layers. Other methods are returned unchanged, with a warning in the log if they
+    are not ModelOpt's; CPUs refuse them. None: the checkpoint is not quantised.
 
     Raises:
-        ValueError: a layer's scheme cannot be served.
+        ValueError: a layer's scheme or the method cannot be served.
     """
     if config is None:
         return None
@@ -64,8 +65,8 @@ def adapt_quant_config(
 
 
 def adapt_masked_quant_config(config: QuantizationConfig | None) -> QuantizationConfig | None:
-    """Returns `config` as a masked model needs it. Methods other than compressed-tensors are left
-    to vLLM."""
+    """Returns `config` as a masked model needs it: compressed-tensors' as a copy that CPUs can run.
+    Other methods are left to vLLM. None: the checkpoint is not quantised."""
     if not isinstance(config, CompressedTensorsConfig):
         return config
     return _copy(config, CompressedTensorsOfOurs)
@@ -75,7 +76,8 @@ _Kind = TypeVar("_Kind", bound="CompressedTensorsOfOurs")
 
 
 def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
-    """Returns `config` as an instance of class `kind`; on CPUs without an fp8 KV cache."""
+    """Returns a copy of `config` of class `kind`. On CPUs the copy has no fp8 KV cache, and a line
+    in the log says so."""
     kv_cache_scheme = config.kv_cache_scheme
     if kv_cache_scheme is not None and current_platform.is_cpu():
         # vLLM would use an fp8 cache, which the reference window rule cannot read on CPUs.
@@ -97,7 +99,8 @@ def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
 
 
 def _warn_unchecked(scheme: str, layers: str) -> None:
-    """Warns once that vLLM alone loads and computes layers, so that they are not checked."""
+    """Logs once a warning that vLLM alone loads and computes `layers`, quantised by `scheme`, so
+    that they are not checked."""
     logger.warning_once(
         "Quantisation by %s is none of compressed-tensors' that are known here. vLLM loads "
         "and computes %s: missing tensors are not detected, and answers have not been compared "
@@ -108,7 +111,7 @@ def _warn_unchecked(scheme: str, layers: str) -> None:
 
 
 def _cpu_layers() -> Any:
-    """Returns `cpu.quantization.layers`, which no process on a GPU imports."""
+    """Imports and returns `cpu.quantization.layers`, which no process on a GPU may import."""
     return import_module("vllm_dllm.cpu.quantization.layers")
 
 
@@ -116,7 +119,9 @@ class CompressedTensorsOfOurs(CompressedTensorsConfig):
     """vLLM's configuration, with linears and experts that CPUs can run."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns our method for a layer on CPUs, else vLLM's."""
+        """Returns the method that loads and computes `layer`, which vLLM calls `prefix`: on CPUs
+        ours, if there is one, else vLLM's. Raises ValueError if this CPU cannot compute the
+        layer."""
         if current_platform.is_cpu():
             method: QuantizeMethodBase | None = _cpu_layers().choose_layer_method(
                 self, layer, prefix
@@ -127,11 +132,11 @@ class CompressedTensorsOfOurs(CompressedTensorsConfig):
 
 
 class ServedCompressedTensors(CompressedTensorsOfOurs):
-    """The configuration of DiffusionGemma, all of whose layers are known here."""
+    """The quantization configuration of DiffusionGemma, all of whose layers are known here."""
 
     def check(self, text_config: PretrainedConfig) -> None:
-        """Raises ValueError, naming a layer, for a scheme in use that cannot be served. Logs layers
-        that are emulated or left to vLLM."""
+        """Raises ValueError, naming a layer, if a scheme that some layer uses cannot be served.
+        Logs layers that are emulated on a CPU or left to vLLM."""
         on_cpu = current_platform.is_cpu()
         for scheme in {id(s): s for s in self.target_scheme_map.values()}.values():
             names = (
@@ -150,7 +155,8 @@ class ServedCompressedTensors(CompressedTensorsOfOurs):
                 _cpu_layers().log_emulation(kind, has_experts)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns a layer's method. Raises ValueError for quantised embeddings."""
+        """Returns the method that loads and computes `layer`, which vLLM calls `prefix`. Raises
+        ValueError if embeddings are quantised."""
         is_embedding = isinstance(layer, VocabParallelEmbedding)
         is_embedding = is_embedding and not isinstance(layer, ParallelLMHead)
         if is_embedding and self.get_scheme_dict(layer, prefix) is not None:

@@ -18,8 +18,9 @@ IN_VLLM, IN_CHECKPOINT = "model.", "model.decoder."
 
 
 def list_linears(text_config: PretrainedConfig) -> Iterator[str]:
-    """Yields names of the text model's linears that may be quantised, from `layers.` on, each
-    expert's own."""
+    """Yields the names of the text model's linears that may be quantised, such as
+    `layers.0.mlp.up_proj`. Each expert's linears are named. Full-attention layers have no
+    `v_proj`."""
     for i, layer_type in enumerate(text_config.layer_types):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             if name != "v_proj" or layer_type != "full_attention":
@@ -30,7 +31,8 @@ def list_linears(text_config: PretrainedConfig) -> Iterator[str]:
 
 
 def add_vllm_names(config: CompressedTensorsConfig, text_config: PretrainedConfig) -> None:
-    """Adds vLLM's names to `ignore` and the targets of `config`, in place."""
+    """Adds vLLM's names of layers to `ignore` and the targets of `config`, in place, where they
+    have the checkpoint's names or patterns."""
     names = list(list_linears(text_config))
     values = [
         f"layers.{i}.self_attn."
@@ -45,7 +47,9 @@ def add_vllm_names(config: CompressedTensorsConfig, text_config: PretrainedConfi
 
 
 def _unmatched_names(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
-    """Yields vLLM's names of layers that the patterns mean but do not match."""
+    """Yields vLLM's names of layers that `patterns` mean but do not match. `names`: linears as in
+    `list_linears`. `values`: attention layers whose values are projected by `k_proj`, as
+    prefixes."""
     compiled = [re.compile(p.removeprefix("re:")) for p in patterns if p.startswith("re:")]
     in_full = set(patterns)
 

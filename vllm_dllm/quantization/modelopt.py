@@ -52,11 +52,11 @@ SCHEMES = {
 
 
 def adapt_modelopt_config(model_config: ModelConfig) -> None:
-    """Converts the quantization config of a ModelOpt checkpoint on CPUs. Does nothing for other
-    checkpoints.
+    """Checks the quantization config of a ModelOpt checkpoint. On CPUs also replaces it, in place,
+    by one of compressed-tensors. Does nothing for other checkpoints.
 
     Raises:
-        ValueError: its format is not served; names it.
+        ValueError: the checkpoint's format is not served; names it.
     """
     hf_config = model_config.hf_config
     written = getattr(hf_config, "quantization_config", None)
@@ -89,7 +89,7 @@ def adapt_modelopt_config(model_config: ModelConfig) -> None:
 
 
 def _is_modelopt_config(written: Mapping[str, Any]) -> bool:
-    """Whether ModelOpt has written a quantization config."""
+    """Whether `written`, a quantization config, comes from ModelOpt."""
     producer = written.get("producer")
     name = written.get("quant_method") or (isinstance(producer, Mapping) and producer.get("name"))
     return str(name).lower().startswith("modelopt")
@@ -98,8 +98,9 @@ def _is_modelopt_config(written: Mapping[str, Any]) -> bool:
 def to_compressed_tensors_config(
     algorithm: str, excluded: Iterable[str], text_config: PretrainedConfig
 ) -> dict[str, Any]:
-    """Returns compressed-tensors' quantization_config for a key of `SCHEMES`. Its targets are the
-    text model's linears, by full name: nothing else can be quantised here."""
+    """Returns compressed-tensors' quantization_config for `algorithm`, a key of `SCHEMES`. Its
+    targets are the full names of the text model's linears, but those that a pattern in `excluded`
+    matches. Nothing else can be quantised here."""
     patterns = list(excluded)
     targets = [
         name
@@ -118,8 +119,9 @@ def to_compressed_tensors_config(
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a linear of the decoder, whose layers are also the encoder's. A
-    pattern without wildcards is a module's name, or its end, as ModelOpt wrote before 0.39."""
+    """Whether `pattern` matches `name`, a linear of the decoder, or the encoder's name of the same
+    linear. A pattern without wildcards is a module's name, or its end, as ModelOpt wrote before
+    0.39."""
     twin = name.replace("model.decoder.", "model.encoder.language_model.", 1)
     if "*" in pattern or "?" in pattern:
         return fnmatchcase(name, pattern) or fnmatchcase(twin, pattern)
@@ -138,8 +140,9 @@ _CACHE_SCALES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
 def to_compressed_tensors_weights(
     weights: Iterable[tuple[str, torch.Tensor]], algorithm: str, num_experts: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a ModelOpt checkpoint's tensors as compressed-tensors names them, without scales of
-    the KV cache, which CPUs do not quantise."""
+    """Yields a ModelOpt checkpoint's tensors under compressed-tensors' names, converted where the
+    formats differ. Leaves out scales and biases of the KV cache, which CPUs do not quantise.
+    `algorithm`: a key of `SCHEMES`."""
     each = (
         own
         for name, weight in weights
@@ -155,7 +158,8 @@ def _split_experts(
     name: str, weight: torch.Tensor, num_experts: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of each expert where all experts are one tensor: weights [E, N, ...],
-    scales [E, ...] or one for all. Gate and up are the halves of N."""
+    scales [E, ...] or one for all. Gate and up are the halves of N. Yields other tensors as they
+    are."""
     found = _FUSED.fullmatch(name)
     if found is None:
         yield name, weight
@@ -173,8 +177,8 @@ def _split_experts(
 def _nvfp4_to_compressed_tensors(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields NVFP4 tensors with inverted global scales, which multiply in ModelOpt's files and
-    divide in compressed-tensors'."""
+    """Yields NVFP4 tensors under compressed-tensors' names. Inverts global scales: in ModelOpt's
+    files they multiply, in compressed-tensors' they divide."""
     for name, weight in weights:
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and weight.dtype == torch.uint8:
@@ -190,8 +194,8 @@ def _nvfp4_to_compressed_tensors(
 def _fp8_to_compressed_tensors(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields FP8 tensors with a scale for each channel, also where ModelOpt has one for all. Leaves
-    out scales of inputs, which are quantised token by token."""
+    """Yields FP8 tensors with a scale [N, 1] for the N channels, also where ModelOpt has one for
+    all. Leaves out scales of inputs, which are quantised token by token."""
     num_channels: dict[str, int] = {}
     waiting: dict[str, torch.Tensor] = {}
     for name, weight in weights:

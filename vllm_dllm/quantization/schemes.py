@@ -29,7 +29,8 @@ class Scheme(Enum):
 
 
 def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
-    """Returns the scheme of a layer from vLLM's dictionary of it.
+    """Returns which Scheme a layer has, by vLLM's dictionary `scheme` of it. `layer`: its name, for
+    errors. `OTHER`: not known here, but perhaps vLLM runs it on a GPU.
 
     Raises:
         ValueError: it cannot be served, on a CPU or at all.
@@ -58,8 +59,8 @@ def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme
 
 
 def check_other_method(layer: str, method: str, *, has_zero_points: bool, on_cpu: bool) -> None:
-    """Checks a checkpoint that vLLM, not compressed-tensors, dequantises. Raises ValueError if its
-    weights have zero points, or on a CPU. `layer` is only named in the error."""
+    """Raises ValueError for a quantization method that is not compressed-tensors', if its weights
+    have zero points, or on a CPU. `layer`: a layer's name, for the error."""
     if has_zero_points:
         raise _unsupported(layer, f"weights must not have zero points, got {layer}.qzeros")
     if on_cpu:
@@ -67,7 +68,7 @@ def check_other_method(layer: str, method: str, *, has_zero_points: bool, on_cpu
 
 
 def describe_scheme(scheme: dict[str, Any]) -> str:
-    """Returns a scheme of vLLM's dictionary in words."""
+    """Returns a scheme in words. `scheme`: vLLM's dictionary of it."""
     parts = [
         f"{args.num_bits}-bit {args.type} {name}, a scale per {args.strategy}"
         for name, args in (
@@ -80,8 +81,9 @@ def describe_scheme(scheme: dict[str, Any]) -> str:
 
 
 def _format(args: QuantizationArgs | None) -> tuple[str, int, str, int | None, bool] | None:
-    """Returns type, bits, strategy, size of groups, and whether scales are dynamic, which may be
-    either in NVFP4. None: not quantised."""
+    """Returns type, bits, strategy, size of groups, and whether scales are dynamic. The size is
+    None unless values are grouped. NVFP4 counts as not dynamic, since it may be either. Returns
+    None if `args` is None: not quantised."""
     if args is None:
         return None
     in_nvfp4 = args.strategy == QuantizationStrategy.TENSOR_GROUP
@@ -102,7 +104,7 @@ _FORMATS = {
 
 
 def _unsupported(layer: str, complaint: str) -> ValueError:
-    """Returns the error that a layer's scheme cannot be served."""
+    """Returns the error that a layer's scheme cannot be served. `complaint`: the reason."""
     return ValueError(
         f"quantization_config of {layer}: {complaint}. FP8_DYNAMIC, NVFP4, int8 (W8A8) "
         f"and W4A16 in groups of {INT4_GROUP_SIZE} can be served: quantise the bf16 checkpoint "

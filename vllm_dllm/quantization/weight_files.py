@@ -16,6 +16,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000  # as safetensors reads them
 UNQUANTISED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
+"""Bytes of a number, by safetensors' name of the type, for types that are not quantised."""
 DTYPE_BYTES = UNQUANTISED_BYTES | {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
 
 
@@ -29,14 +30,15 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in the file."""
+        """Size of the tensor in the file, in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """Opens safetensors' reader for one file. Raises InputError that names the file and, if it was
-    cut short, the first tensor it lacks."""
+    """Yields safetensors' reader of one file, which makes PyTorch tensors. Raises InputError, also
+    for errors of reading in the context, that names the file and, if it was cut short, the first
+    tensor it lacks."""
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -48,8 +50,8 @@ def open_shard(path: Path) -> Iterator[Any]:
 
 
 def _describe_truncation(path: Path) -> str | None:
-    """Returns where a file was cut short, according to its header, or None if the header itself is
-    incomplete or nothing is missing.
+    """Returns text that says where a file was cut short, according to its header. None if the
+    header itself is incomplete or nothing is missing.
 
     https://huggingface.co/docs/safetensors, "Format": 8 bytes for the header's length, the header,
     and the tensors at `data_offsets` from its end.
@@ -73,9 +75,11 @@ def _describe_truncation(path: Path) -> str | None:
 
 
 def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
-    """Returns shape and type of each tensor, by file, whatever types a checkpoint has.
+    """Returns shape and type of each tensor in the checkpoint's folder `path`, by file and name.
+    Reads the headers only, so a checkpoint may have any types.
 
-    Raises InputError, naming the file, if one is missing, cut short or from another checkpoint.
+    Raises:
+        InputError: a file is missing, cut short or from another checkpoint; names it.
     """
     wanted: dict[str, set[str]] = {}
     if (path / INDEX_FILE).exists():
@@ -101,8 +105,8 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
 
 
 def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
-    """Returns shape and type of each tensor in a file. Raises InputError if one of `wanted` is
-    missing."""
+    """Returns shape and type of each tensor in a file, by name. Raises InputError if the file or
+    one of the tensors `wanted` is missing."""
     if not path.exists():
         raise InputError(
             f"{path} is missing: {INDEX_FILE} says that it holds {len(wanted)} tensors; copy or "
@@ -122,7 +126,8 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises InputError if it is not JSON."""
+    """Returns the object in a JSON file. Raises InputError if it is not JSON, and OSError if it
+    cannot be read."""
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -42,22 +42,28 @@ from vllm_dllm.serving_config.steps import (
 logger = init_logger(__name__)
 
 CPU_PAGE = 128
-"""Tokens of a page of the KV cache on CPUs, where vLLM would choose so after models adjusted it."""
+"""Tokens of a page of the KV cache on CPUs. vLLM would choose as many, but only after models have
+adjusted the configuration."""
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
 _CANVASES_OF_PROMPT = 4
 """Most tokens of a prompt in a step shared with others on CPUs, in canvases."""
 _TOKENS_OF_PROMPT = 8192
-"""The same on GPUs, in tokens: the default of vLLM's server on large ones. Longer steps are no
-faster per token (H200, the 26B model: 10.3 us at 8,192, 10.9 at 4,096), and all requests wait for
-them: behind 32,768 tokens, 10,240 took 0.35 s."""
+"""Most tokens of a prompt in a step shared with others on GPUs: the default of vLLM's server on
+large ones. Longer steps are no faster per token (H200, the 26B model: 10.3 us at 8,192, 10.9 at
+4,096), and all requests wait for them: behind 32,768 tokens, 10,240 took 0.35 s."""
 
 
 class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
-    """Stock vLLM's adjustments, without those that a CPU or a small vocabulary does not need."""
+    """vLLM's own adjustments for DiffusionGemma, without those that a CPU or a small vocabulary
+    does not need, and ours."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Raises ValueError when the checkpoint or the command line says something unusable."""
+        """Checks and adjusts `vllm_config`, in place, to serve DiffusionGemma.
+
+        Raises:
+            ValueError: the checkpoint or the command line says something that cannot be served.
+        """
         check_pipeline(vllm_config)
         modelopt.adapt_modelopt_config(vllm_config.model_config)
         scheduler_config, attention_config = (
@@ -109,7 +115,11 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Raises ValueError when the checkpoint or the command line says something unusable."""
+        """Checks and adjusts `vllm_config`, in place, to serve a masked model.
+
+        Raises:
+            ValueError: the checkpoint or the command line says something that cannot be served.
+        """
         check_pipeline(vllm_config)
         own_length = vllm_config.model_config.hf_config.canvas_length
         if vllm_config.diffusion_config is None:
@@ -166,7 +176,8 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
 
 
 def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
-    """Checks and sets what every diffusion model needs, at the end of its adjustments."""
+    """Checks and sets in `vllm_config`, in place, what every diffusion model needs. Call it after
+    the model's own adjustments. Raises ValueError for settings or files that cannot be used."""
     model_config = vllm_config.model_config
     defaults = server_defaults(
         extension.defaults, family_of(model_config.architecture, model_config.hf_config)
@@ -182,7 +193,8 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
 
 
 def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
-    """Lets vLLM find tile sizes of experts, by the setting `kernel_choice`."""
+    """Lets vLLM find the tile sizes of experts that the setting `kernel_choice` names, by a
+    variable of the environment. Does nothing for `stock`."""
     if extension.kernel_choice == "measured":
         # The folder is empty before the first start has measured.
         tiles.set_tuned_config_folder(folder.result_folder(vllm_config))
@@ -191,8 +203,8 @@ def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
 
 
 def set_attention_backend(vllm_config: VllmConfig) -> None:
-    """Sets our attention backend. Raises ValueError unless this GPU runs our kernels, since no
-    others are block-causal."""
+    """Sets our attention backend in `vllm_config`, in place. Raises ValueError if this GPU does not
+    run our kernels, or if the user named another backend: no others are block-causal."""
     attention_config, ours = vllm_config.attention_config, gpu_backend(vllm_config)
     if ours is None or attention_config.backend not in (None, ours):
         raise ValueError(
@@ -204,7 +216,8 @@ def set_attention_backend(vllm_config: VllmConfig) -> None:
 
 
 def set_scheduler_and_worker(vllm_config: VllmConfig) -> None:
-    """Sets the scheduler and the worker of diffusion models, unless the user named others."""
+    """Sets the scheduler and the worker of diffusion models in `vllm_config`, in place, unless the
+    user named others. On CPUs it leaves the worker alone."""
     scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
     if scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = SCHEDULER
@@ -214,9 +227,9 @@ def set_scheduler_and_worker(vllm_config: VllmConfig) -> None:
 
 
 def limit_prompt_chunks(vllm_config: VllmConfig) -> None:
-    """Limits how many tokens of a prompt a step computes, unless the user did, so that other
-    requests' steps stay short. Applies on CPUs, and on GPUs where a step could hold more than
-    `_TOKENS_OF_PROMPT`."""
+    """Limits in `vllm_config`, in place, how many tokens of a prompt a step computes, so that other
+    requests' steps stay short. Does nothing where the user has set a limit. Applies on CPUs, and on
+    GPUs where a step could hold more than `_TOKENS_OF_PROMPT`."""
     assert vllm_config.diffusion_config is not None
     canvas_length, config = vllm_config.diffusion_config.canvas_length, vllm_config.scheduler_config
     on_cpu = current_platform.is_cpu()
@@ -227,7 +240,7 @@ def limit_prompt_chunks(vllm_config: VllmConfig) -> None:
 
 
 def choose_forward(vllm_config: VllmConfig) -> None:
-    """Chooses how a CPU runs the model: compiled or not."""
+    """Sets in `vllm_config`, in place, whether a CPU runs the model compiled or not."""
     from vllm_dllm.cpu import compilation
 
     compilation.choose_compilation(vllm_config)

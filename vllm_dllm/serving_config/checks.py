@@ -8,7 +8,8 @@ from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_s
 
 
 def check_pipeline(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for pipeline parallelism."""
+    """Raises ValueError for pipeline parallelism, where only the last stage learns which canvases
+    are committed."""
     if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
@@ -17,8 +18,9 @@ def check_pipeline(vllm_config: VllmConfig) -> None:
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:
-    """Raises ValueError, naming the file, if one of a local checkpoint is missing, cut short or not
-    in safetensors. vLLM's loader reads what there is, and names no file."""
+    """Raises ValueError, naming the file, if a weight file of a local checkpoint is missing, cut
+    short or not in safetensors. vLLM's loader reads the files that are there, and its errors name
+    none. Files of other names and formats that the user asks for are left to vLLM."""
     folder, load_format = Path(vllm_config.model_config.model), vllm_config.load_config.load_format
     known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
     # vLLM handles formats that are asked for by name, and safetensors of other names.
@@ -47,8 +49,8 @@ def check_stop_tokens(vllm_config: VllmConfig) -> None:
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:
-    """Raises ValueError if no step can hold a whole canvas, which is denoised in one piece: its
-    request would wait for ever."""
+    """Raises ValueError if a limit of a step's tokens is below the canvas length. A canvas is
+    denoised in one piece, so its request would wait for ever."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     config = vllm_config.scheduler_config

@@ -17,9 +17,12 @@ PROCESSOR_ONLY: Any = "processor_only"
 
 
 def prepare_images(vllm_config: VllmConfig) -> None:
-    """Gives a step room for a whole image, or a whole frame of a video, which the scheduler does
-    not cut, and limits what is read from image bytes. Where images cannot be served, leaves out the
-    vision tower and logs why."""
+    """Adjusts `vllm_config`, in place, for requests with images. A step gets room for a whole
+    image, or a whole frame of a video, which the scheduler does not cut. Also limits what this
+    process reads from image bytes.
+
+    Where images cannot be served, leaves out the vision tower and logs why.
+    """
     # Not for the start of other servers.
     from vllm_dllm.requests.media_url import use_careful_connector
 
@@ -43,7 +46,8 @@ def prepare_images(vllm_config: VllmConfig) -> None:
 
 
 def find_image_obstacle(vllm_config: VllmConfig, num_tokens: int) -> str | None:
-    """Returns why images of at most `num_tokens` each cannot be served, or None."""
+    """Returns why images cannot be served, as the end of a sentence in the log; None if they can.
+    `num_tokens`: most tokens of an image."""
     config, model_config = vllm_config.scheduler_config, vllm_config.model_config
     if model_config.multimodal_config.enable_mm_embeds:
         return "--enable-mm-embeds asks for embeddings, which this model does not take."

@@ -16,12 +16,13 @@ SLOT_MEMORY_BYTES = 512 << 20
 """Most memory for what requests keep from step to step, where the number of requests is a
 default."""
 LOGITS_MEMORY_BYTES = 4 << 30
+"""Most memory for the logits of a step's canvases, where the number of requests is a default."""
 FEWEST_REQUESTS = 8  # stock vLLM's default
 
 
 def choose_cuda_graphs(vllm_config: VllmConfig) -> None:
-    """Chooses which steps become CUDA graphs, unless the user did. Logs them, and what a step has
-    room for."""
+    """Sets in `vllm_config`, in place, which steps become CUDA graphs, unless the user did. Logs
+    these steps, and how many canvases a step has room for."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     config, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
@@ -45,8 +46,8 @@ def choose_cuda_graphs(vllm_config: VllmConfig) -> None:
 
 
 def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether steps become CUDA graphs. Asked before vLLM has set the mode: where none was named,
-    the optimization level decides."""
+    """Returns whether steps become CUDA graphs. Called before vLLM has set the mode: where the user
+    named none, the optimization level decides."""
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
         mode = CUDAGraphMode.NONE
@@ -54,10 +55,13 @@ def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:
-    """Returns how many requests to serve at once: as many as have room for their expected
-    embeddings in `SLOT_MEMORY_BYTES`, which are most of a slot, and for their logits in
-    `LOGITS_MEMORY_BYTES`, unless logits are made tile by tile. On a GPU no more than a step has
-    room for: others would wait while they hold slots and caches."""
+    """Returns how many requests to serve at once where the user names no number. Their expected
+    embeddings, most of what they keep from step to step, must fit into `SLOT_MEMORY_BYTES`. Their
+    logits must fit into `LOGITS_MEMORY_BYTES`, unless logits are made tile by tile.
+
+    On a GPU, a step must also have room for a canvas of each: other requests would wait while they
+    hold slots and caches.
+    """
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length
     model_config = vllm_config.model_config

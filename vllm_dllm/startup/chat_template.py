@@ -22,12 +22,17 @@ _CHAT = [{"role": "user", "content": "Hi"}]
 
 
 class _TookTooLong(BaseException):
-    """Interrupts a template. Not an Exception, so that no template engine catches it."""
+    """Raised in a template that takes too long. It is not an Exception, so that no template engine
+    catches it."""
 
 
 def check_chat_template(folder: Path, limit_s: float = LIMIT_S) -> None:
-    """Raises ValueError if the template in a checkpoint's folder runs for longer than `limit_s`.
-    Other errors of a template are reported to clients who send chats."""
+    """Runs the chat templates in a checkpoint's folder once. Does nothing outside the main thread.
+    Other errors of a template are not raised here: clients who send chats get them.
+
+    Raises:
+        ValueError: a template runs for longer than `limit_s` seconds.
+    """
     # Python handles signals only in the main thread.
     if threading.current_thread() is not threading.main_thread():
         return
@@ -44,7 +49,8 @@ def check_chat_template(folder: Path, limit_s: float = LIMIT_S) -> None:
 
 
 def _read_templates(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yields each file with a template, and the template."""
+    """Yields each file in `folder` with a chat template, and the template. Files that cannot be
+    read are left out."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         yield folder / "chat_template.jinja", (folder / "chat_template.jinja").read_text()
     config: Any = {}
@@ -56,7 +62,8 @@ def _read_templates(folder: Path) -> Iterator[tuple[Path, str]]:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises _TookTooLong in the context if it runs for longer than `seconds`."""
+    """Raises _TookTooLong in the context once it has run for `seconds`. Replaces the handler of
+    SIGALRM meanwhile, so it must be entered in the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _TookTooLong

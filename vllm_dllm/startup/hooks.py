@@ -21,7 +21,8 @@ logger = init_logger(__name__)
 
 
 def install() -> None:
-    """Installs the hooks in this process. Repeatable."""
+    """Installs in this process our checks of an engine's arguments, the line for a port that is in
+    use, the last line of a failed start, and filters of wrong warnings. Repeatable."""
     startup.set_config_hooks(_check_arguments, _set_drafter_classes)
     startup.explain_bind_errors(explain_bind_error)
     last_line.install()
@@ -34,7 +35,8 @@ def install() -> None:
 
 
 def _check_arguments(arguments: EngineArgs) -> None:
-    """Checks an engine's arguments, and logs packages that are left out."""
+    """Raises ValueError if the model, the drafter or the chat template that an engine's arguments
+    name cannot be served. Logs packages that are left out."""
     last_line.discard_first_error()
     check_models(arguments)
     check_chat_template(Path(arguments.model))
@@ -47,9 +49,10 @@ def _check_arguments(arguments: EngineArgs) -> None:
 
 
 def _set_drafter_classes(config: VllmConfig) -> None:
-    """Sets our scheduler for targets of a DFlash drafter, and on GPUs our worker for those of a
-    DFlash or DFlash2 drafter, where the user left them open. (Diffusion models set theirs in
-    `serving_config`.)"""
+    """Sets in `config`, in place, our scheduler for targets of a DFlash drafter, and on GPUs our
+    worker for targets of a DFlash or DFlash2 drafter, unless the user named others. Raises
+    ValueError for settings of a DFlash drafter where another one drafts. (Diffusion models set
+    their classes in `serving_config`.)"""
     is_ours = is_dflash(config.speculative_config)
     if not is_ours:
         _check_no_drafter_settings(config)
@@ -61,7 +64,8 @@ def _set_drafter_classes(config: VllmConfig) -> None:
 
 
 def _check_no_drafter_settings(config: VllmConfig) -> None:
-    """Raises ValueError for settings of DFlash drafters where tokens are drafted in another way."""
+    """Raises ValueError if `config`, whose drafter is no DFlash one, has settings of DFlash
+    drafters. Does nothing if it has no drafter at all."""
     given, speculative = config.additional_config, config.speculative_config
     section = given.get(SECTION) if isinstance(given, Mapping) else None
     settings = section.get("drafter") if isinstance(section, Mapping) else None
@@ -77,7 +81,8 @@ def _check_no_drafter_settings(config: VllmConfig) -> None:
 
 
 def explain_bind_error(host: str, port: int, error: OSError) -> str:
-    """Returns the last line of a server that cannot listen."""
+    """Returns the last line of a server that cannot listen on `host` and `port`, with what to
+    do."""
     return (
         f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. Stop the program "
         f"that uses the port, or choose another one with --port (and the address with --host)."

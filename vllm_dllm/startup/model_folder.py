@@ -31,7 +31,8 @@ _TOKENIZERS = (
 
 
 def check_models(arguments: "EngineArgs") -> None:
-    """Raises ValueError if the model or the drafter cannot be found or cannot be served."""
+    """Raises ValueError if the model or the drafter that an engine's arguments name cannot be found
+    or cannot be served."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
     if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
@@ -47,7 +48,8 @@ def check_models(arguments: "EngineArgs") -> None:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's `config.json`; empty if it cannot be read, which vLLM reports."""
+    """Returns a folder's `config.json`. Empty if it cannot be read, which vLLM reports, or is no
+    object."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -56,7 +58,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raises ValueError if a checkpoint's folder has no tokenizer."""
+    """Raises ValueError if a checkpoint's folder has a config.json and no tokenizer."""
     found = any(path for name in _TOKENIZERS for path in folder.glob(name))
     if _read_config(folder) and not found:
         raise ValueError(
@@ -66,7 +68,8 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def _check_architecture(folder: Path) -> None:
-    """Raises ValueError for a model that neither this project nor vLLM nor transformers knows."""
+    """Raises ValueError if neither this project nor vLLM nor transformers knows the model in
+    `folder`. Does nothing if its config.json names no architecture."""
     config = _read_config(folder)
     names, known = config.get("architectures") or [], ModelRegistry.get_supported_archs()
     is_known = any(name in known or hasattr(transformers, name) for name in names)
@@ -78,7 +81,8 @@ def _check_architecture(folder: Path) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raises ValueError if `model` is neither a folder here nor on a hub that answers."""
+    """Raises ValueError if `model` cannot be found: it is no checkpoint's folder here, and either
+    looks like a path or no hub answers. Whether the hub has the model is left to vLLM."""
     path = Path(model).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in _CONFIGS):
         raise ValueError(
@@ -102,7 +106,8 @@ def check_model(model: str) -> None:
 
 
 def _describe_parent_folder(path: Path) -> str:
-    """Returns which checkpoints there are where the folder was expected."""
+    """Returns text about the folder in which `path` was expected: which checkpoints are in it, if
+    any."""
     if not path.parent.is_dir():
         return f"there is no '{path.parent}' either"
     names = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
@@ -110,13 +115,14 @@ def _describe_parent_folder(path: Path) -> str:
 
 
 def _is_cached(model: str) -> bool:
-    """Whether some of the model was downloaded before. vLLM checks whether all of it was."""
+    """Whether some of the model was downloaded from the hub before. vLLM checks whether all of it
+    was."""
     return (Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
 
 
 def _hub_answers() -> bool:
-    """Whether the hub's host takes connections. Behind a proxy, which only a request would tell, it
-    is taken for granted."""
+    """Whether the hub's host takes connections within `_CONNECT_SECONDS`. True behind a proxy,
+    which only a request would tell."""
     address = urlsplit(constants.ENDPOINT)
     if urllib.request.getproxies().keys() & {address.scheme, "all"}:
         return True

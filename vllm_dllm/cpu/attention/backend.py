@@ -35,15 +35,16 @@ from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_bloc
 
 @dataclass
 class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata, with the canvases under the reference rule (None: there are none) and
-    the images longer than the window."""
+    """vLLM's CPU metadata, with the keys of canvases under the reference rule and of images longer
+    than the window. `canvas_keys` None: the step has no such canvas."""
 
     canvas_keys: CanvasKeys | None = None
     image_keys: tuple[CanvasKeys, ...] = ()
 
 
 class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Adds `CanvasKeys` to the metadata of sliding-window layers."""
+    """Builds metadata with `CanvasKeys` for sliding-window layers. Layers without a window have
+    none."""
 
     takes_window_rules = True
 
@@ -63,8 +64,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
-        """Returns the metadata of a step, with requests split into ones that vLLM's kernel can
-        compute."""
+        """Returns the metadata of a step. Requests are split into ones that vLLM's kernel can
+        compute, which are causal or bidirectional."""
         rules = window_rules or WindowRules()
         common, rules, images = split_at_images(common_attn_metadata, rules)
         common = split_into_blocks(common)
@@ -78,7 +79,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
     def _build_image_keys(
         self, common: CommonAttentionMetadata, images: list[Image]
     ) -> tuple[CanvasKeys, ...]:
-        """Returns the keys of each image that is longer than the window."""
+        """Returns the keys of each image that is longer than the window; empty for layers without a
+        window."""
         if self.window_size <= 0:
             return ()
         table = common.block_table_tensor.numpy()
@@ -93,8 +95,9 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
     def _build_canvas_keys(
         self, common: CommonAttentionMetadata, rules: WindowRules
     ) -> CanvasKeys | None:
-        """Returns the keys of canvases under the reference rule, or None if there are none. The
-        layout is shared by layers of the same window and block size."""
+        """Returns the keys of canvases under the reference rule. None if there are none, or the
+        layers have no window. Layers of the same window and block size share the layout, which is
+        stored in `rules.shared`."""
         if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
             return None
         key = (self.window_size, self.block_size)
@@ -109,7 +112,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
     ) -> CanvasLayout | None:
         """Returns the layout of canvases under the reference rule, or None if there are none.
-        `symmetric` [num_reqs]: 1 = the request has the other rule."""
+        `symmetric` [num_reqs]: 1 = the request has the symmetric rule; None: no request has."""
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
         bidirectional = common.causal.numpy() == 0
         if symmetric is not None:
@@ -134,15 +137,15 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,  # [T, Hq, D]
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor,  # [T, Hkv, D]
+        value: torch.Tensor,  # [T, Hkv, D]
         kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
         attn_metadata: CpuCanvasMetadata | None,
         output: torch.Tensor,  # [T, Hq, D]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes the attention of all rows to `output`, and returns it."""
+        """Writes the attention of all T rows to `output`, and returns `output`."""
         canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
         image_keys = attn_metadata.image_keys if attn_metadata is not None else ()
         if canvas_keys is None or not canvas_keys.layout.only_canvases:
@@ -164,7 +167,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
 
 
 class CpuCanvasBackend(CPUAttentionBackend):
-    """Replaces vLLM's CPU backend in the layers of a diffusion model."""
+    """vLLM's CPU backend with our metadata and attention, for the layers of a diffusion model."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

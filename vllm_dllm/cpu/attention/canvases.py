@@ -36,10 +36,11 @@ class CanvasLayout:
         selected: np.ndarray,  # [n] int64
         query_start_loc: np.ndarray,  # [num_reqs + 1]
         seq_lens: np.ndarray,  # [num_reqs]
-        block_size: int,
+        block_size: int,  # tokens of a cache block
         window_left: int,  # tokens of context a canvas sees
     ) -> "CanvasLayout":
-        """Returns the layout of the `selected` requests of a batch."""
+        """Returns the layout of the `selected` requests of a batch. `seq_lens`: the requests'
+        lengths with the rows of the step."""
         starts = query_start_loc[selected]
         query_lens = query_start_loc[selected + 1] - starts
         query_len = int(query_lens.max())
@@ -88,8 +89,8 @@ class CanvasLayout:
 
     @classmethod
     def build_for_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
-        """Returns the layout of one image's rows, which see each other and what a causal row
-        sees."""
+        """Returns the layout of one image's rows. They see each other, and the keys that a causal
+        row sees within `window_left` tokens."""
         num_rows = image.rows.stop - image.rows.start
         query_pos = torch.arange(image.end - num_rows, image.end)[:, None]
         first_key = min(image.first_key, max(image.end - num_rows - window_left, 0))
@@ -116,7 +117,8 @@ class CanvasLayout:
 
 
 def _to_bias(seen: torch.Tensor) -> torch.Tensor:
-    """Returns the bias of scores, fp32: 0 where a key is visible, else minus infinity."""
+    """Returns the fp32 bias that is added to scores, shaped like `seen`: 0 where a key is visible,
+    else minus infinity."""
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
@@ -146,7 +148,8 @@ def attend_canvases(
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
     softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
-    """Writes the attention of a layout's rows over the keys they see."""
+    """Writes the attention of a layout's rows over the keys that they see to `output`. Other rows
+    of `output` stay as they are."""
     layout = canvas_keys.layout
     n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]
@@ -177,7 +180,8 @@ def _gather_blocks(
     blocks: torch.Tensor,  # [n, B] int64
     positions: slice,  # K positions, counted from the first block's
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns transposed keys [n, Hkv, D, K] and values [n, Hkv, K, D].
+    """Returns copies of the transposed keys [n, Hkv, D, K] and the values [n, Hkv, K, D] at
+    `positions`.
 
     vLLM's kernel stores the keys of a block and head transposed, then the values as they are.
     """
@@ -193,10 +197,11 @@ def _gather_blocks(
 
 
 def check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> None:
-    """Writes one block as vLLM does and reads it back with `_gather_blocks`.
+    """Checks that `_gather_blocks` can read this processor's KV cache: writes one block as vLLM
+    does and reads it back. `isa`: the kernels in use, "vec" or "amx".
 
     Raises:
-        ValueError: this processor's kernels have another cache layout.
+        ValueError: these kernels have another cache layout, or `kv_cache_dtype` is not "auto".
     """
     Hkv, D = 2, 64
     if kv_cache_dtype == "auto":

@@ -16,8 +16,8 @@ from vllm_dllm.attention import WindowRules
 
 
 def split_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Splits block-causal requests into one bidirectional request for each block. Rows are the
-    same. Returns `common` itself if no request is block-causal."""
+    """Returns `common` with each block-causal request split into one bidirectional request per
+    block. Rows stay where they are. Returns `common` itself if no request is block-causal."""
     if not isinstance(common.causal, torch.Tensor) or int(common.causal.max()) <= 1:
         return common
     num_reqs = common.num_reqs
@@ -52,7 +52,7 @@ def replace_requests(
     seq_lens: np.ndarray,  # [n] int
     causal: np.ndarray,  # [n] 0 or 1
 ) -> CommonAttentionMetadata:
-    """Returns the same rows as n requests."""
+    """Returns `common` with its rows divided into n other requests."""
     starts = torch.from_numpy(query_start_loc.astype(np.int32))
     return replace(
         common,
@@ -68,7 +68,7 @@ def replace_requests(
 
 @dataclass(frozen=True)
 class Image:
-    """Rows of a batch that are one image."""
+    """Rows of a batch that belong to one image."""
 
     request: int  # index of the new request
     rows: slice  # rows of the batch; fewer than its keys if the cache already holds the first ones
@@ -79,8 +79,8 @@ class Image:
 def split_at_images(
     common: CommonAttentionMetadata, rules: WindowRules
 ) -> tuple[CommonAttentionMetadata, WindowRules, list[Image]]:
-    """Splits requests into ones that are all image or have none. Rows are the same. Returns them
-    with the window rules of the new requests, and the images."""
+    """Returns `common` with requests split into ones that are all image or have none, the window
+    rules of the new requests, and the images. Rows stay where they are."""
     if rules.spans is None:
         return common, rules, []
     assert isinstance(common.causal, torch.Tensor) and rules.symmetric is not None

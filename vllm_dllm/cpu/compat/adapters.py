@@ -9,9 +9,9 @@ from vllm_dllm.compat.patching import patch
 
 
 def use_batched_adapters() -> None:
-    """Makes models that this worker loads compute adapters with `BatchedAdapters`, and refuse
-    adapters of routed experts when they are loaded: vLLM has kernels for those on GPUs alone.
-    Repeatable."""
+    """Patches vLLM so that models that this worker loads compute adapters with `BatchedAdapters`.
+    They also refuse adapters of routed experts when they load them: vLLM has kernels for those on
+    GPUs alone. Repeatable."""
     path = f"{__name__}.{BatchedAdapters.__name__}"
     patch(
         "platforms.cpu:CpuPlatform.get_punica_wrapper", lambda stock: classmethod(lambda cls: path)
@@ -24,8 +24,8 @@ def use_batched_adapters() -> None:
 
 
 class BatchedAdapters(PunicaWrapperCPU):
-    """Multiplies the rows of each adapter with its matrices, and leaves rows without an adapter
-    alone, where vLLM uses the last adapter."""
+    """Multiplies the rows of each adapter with its matrices. Rows without an adapter are left
+    alone: vLLM multiplies them with the last adapter's."""
 
     def _apply_shrink(
         self,
@@ -34,7 +34,8 @@ class BatchedAdapters(PunicaWrapperCPU):
         w_t_all: torch.Tensor,  # [adapters, 1, rank, K]
         scale: float,
     ) -> None:
-        """Adds each row's product with its adapter's first matrix to `y`, scaled."""
+        """Adds each row's product with its adapter's first matrix to `y`, and multiplies `y` by
+        `scale`, in place. Does nothing if the batch uses no adapter."""
         if not self.no_lora:
             add_adapter_products(y, x, w_t_all, self.token_lora_indices)
             y.mul_(scale)
@@ -48,7 +49,8 @@ class BatchedAdapters(PunicaWrapperCPU):
         y_slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        """Adds each row's product with its adapter's second matrix to a slice of `y`."""
+        """Adds each row's product with its adapter's second matrix to `y_slice_size` columns of `y`
+        from `y_offset` on, in place. Does nothing if the batch uses no adapter."""
         assert add_inputs, "all layers of models add to their output"
         if not self.no_lora:
             part = y[:, y_offset : y_offset + y_slice_size]
@@ -61,7 +63,8 @@ def add_adapter_products(
     weights: torch.Tensor,  # [adapters, N, K], or [adapters, 1, N, K]
     adapters: torch.Tensor,  # [rows] int64, each row's adapter; -1: none
 ) -> None:
-    """Adds x @ weights[adapter].T of each row to `out`, in the type of `out`."""
+    """Adds x @ weights[adapter].T of each row to `out`, computed in the type of `out`. Rows without
+    an adapter stay as they are."""
     for adapter in adapters.unique().tolist():
         if adapter >= 0:
             rows = (adapters == adapter).nonzero()[:, 0]

@@ -12,8 +12,8 @@ from vllm_dllm.compat.patching import patch
 
 def allow_loading_inductor_models() -> None:
     """Lets vLLM load models that torch's Inductor compiled in one piece, as on CPUs. Those are
-    complete when they are read, and lack the method by which vLLM completes its own backend's.
-    Repeatable."""
+    complete when they are read, and lack the method by which vLLM completes its own backend's:
+    gives their class one that does nothing. Repeatable."""
 
     def finalize_loading(self: object, vllm_config: object) -> None:
         pass
@@ -22,15 +22,16 @@ def allow_loading_inductor_models() -> None:
 
 
 def add_to_cache_key(vllm_config: VllmConfig, key_part: str) -> None:
-    """Adds `key_part` to vLLM's cache key of compiled models, which includes the additional
-    configuration."""
+    """Adds `key_part` to vLLM's cache key of compiled models. Changes the additional configuration
+    in `vllm_config`, in place, which that key includes."""
     additional = dict(vllm_config.additional_config or {})
     vllm_config.additional_config = {**additional, "vllm_dllm_compiled_with": key_part}
 
 
 def set_compilation_callback(announce: Callable[[str, str], None]) -> None:
-    """Has `announce(model_class, folder)` called when a model is about to be compiled; vLLM will
-    look for the result in `folder` next time. Repeatable."""
+    """Has `announce(model_class, folder)` called when a model is about to be compiled. vLLM will
+    look for the result in `folder` next time. Patches vLLM's loading of compiled models.
+    Repeatable."""
 
     def make(stock: Any) -> Any:
         def try_load(model: Any, path: str) -> Any:

@@ -13,13 +13,19 @@ available_cpu_count = torch_utils.available_cpu_count
 
 
 def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker_cls: str) -> None:
-    """Has this process' engine give workers of `worker_cls` the cores that `choose` returns, where
-    the user leaves the choice open. `choose` gets the ids of the cores that vLLM could give each
-    worker, and returns some of them. Also lets several workers share a memory node, which vLLM
-    refuses. Repeatable."""
+    """Patches this process' engine to give workers of `worker_cls` the cores that `choose` returns,
+    where the user leaves the choice open. Also lets several workers share a memory node, which vLLM
+    refuses. Repeatable.
+
+    `choose` gets the ids of the cores that vLLM could give each worker, and returns some of them.
+    """
 
     def make(stock: Any) -> Any:
+        """Returns a subclass of vLLM's chooser of cores, `stock`, that asks `choose`."""
+
         class ChosenCores(stock):
+            """vLLM's chooser of cores, except where the choice is ours."""
+
             local_world_size: int
 
             def __init__(self, config: VllmConfig) -> None:
@@ -31,6 +37,9 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
                 super().__init__(config)
 
             def _by_worker(self, cpu_selector: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+                """Returns the cores for each worker and the reserved cores as vLLM does. Where
+                there are fewer memory nodes than workers, divides a node's cores among its
+                workers."""
                 num_workers: int = self.local_world_size
                 num_nodes = len(cpu_resource_utils.get_visible_memory_node())
                 if self.simulate_multi_node or not 0 < num_nodes < num_workers:
@@ -46,6 +55,7 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
             def _get_autobind_cpu_ids(
                 self, cpu_selector: Callable[..., Any]
             ) -> tuple[list[Any], list[Any]]:
+                """Returns the chosen cores of each worker, and those that are left out."""
                 if not self.choice_is_ours:
                     return self._by_worker(cpu_selector)
                 self.reserve_cpu_num = 0
@@ -62,8 +72,9 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
 
 
 def split_node_cores(by_node: list[list[Any]], num_workers: int) -> list[list[Any]]:
-    """Returns the cores of each worker, where there are fewer nodes than workers. With fewer cores
-    than workers, some workers get the same core."""
+    """Returns the cores of each of `num_workers` workers, where there are fewer memory nodes than
+    workers. With fewer cores than workers, some workers get the same core. `by_node`: each node's
+    cores."""
     found = []
     for node, cores in enumerate(by_node):
         first, end = (n * num_workers // len(by_node) for n in (node, node + 1))
@@ -79,9 +90,11 @@ readers miss messages: ZeroMQ drops the second of two calls within about a milli
 
 
 def shorten_busy_wait() -> None:
-    """Limits polling of this process' readers to `BUSY_WAIT_S`. vLLM polls for a second after each
-    message. Where all cores compute, that slows the model: by 12 to 20% of a step of 267 million
-    parameters on two cores. Repeatable."""
+    """Limits polling of this process' readers to `BUSY_WAIT_S`. Repeatable.
+
+    vLLM polls for a second after each message. Where all cores compute, that slows the model: by 12
+    to 20% of a step of 267 million parameters on two cores.
+    """
 
     def make(stock: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -26,8 +26,8 @@ Context = Callable[[], multiprocessing.context.BaseContext]
 
 
 def set_engine_context(context: Callable[[Any], Context | None]) -> None:
-    """Starts engines in the multiprocessing context that `context(vllm_config)` returns; None
-    leaves it to vLLM. Repeatable."""
+    """Patches vLLM to start engines in the multiprocessing context that `context(vllm_config)`
+    makes. Where it returns None, vLLM's own is used. Repeatable."""
 
     def make(stock: Any) -> Any:
         def init(self: Any, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
@@ -41,13 +41,14 @@ def set_engine_context(context: Callable[[Any], Context | None]) -> None:
 
 
 def set_worker_context(context: Context) -> None:
-    """Starts the workers of this engine in `context`. Repeatable."""
+    """Patches vLLM to start the workers of this engine in the multiprocessing context that
+    `context` makes. Repeatable."""
     patch("v1.executor.multiproc_executor:get_mp_context", lambda stock: context)
 
 
 def worker_cores() -> list[int]:
-    """Returns the cores that vLLM chose for this worker, from the variables that OpenMP's library
-    reads when it is loaded; empty if vLLM leaves the choice to the user."""
+    """Returns the ids of the cores that vLLM chose for this worker, from the variables that
+    OpenMP's library reads when it is loaded. Empty if vLLM leaves the choice to the user."""
     from vllm import envs
 
     if envs.VLLM_CPU_OMP_THREADS_BIND == "nobind":
@@ -57,7 +58,7 @@ def worker_cores() -> list[int]:
 
 
 def engine_variables() -> dict[str, str]:
-    """Returns the variables that vLLM adds to the environment of a CPU engine when it starts
+    """Returns the variables of the environment that vLLM sets for a CPU engine when it starts
     one."""
     return {
         "LD_PRELOAD": _preloaded_libraries(os.environ.get("LD_PRELOAD", "")),
@@ -68,8 +69,8 @@ def engine_variables() -> dict[str, str]:
 
 
 def _preloaded_libraries(already: str) -> str:
-    """Returns LD_PRELOAD with PyTorch's OpenMP library and vLLM's allocator added, if there are
-    any."""
+    """Returns the value of LD_PRELOAD with the paths of PyTorch's OpenMP library and vLLM's
+    allocator added to `already`, as far as they exist and it names none of their kind."""
     libraries = [already] if already else []
     torch, vllm = (_folder(name) for name in ("torch", "vllm"))
     if not any(name in already for name in ("libomp", "libgomp", "libiomp")):

@@ -24,11 +24,15 @@ _APPLY = inspect.signature(StockExperts.apply)
 
 @cache
 def with_local_experts(stock: Any) -> Any:
-    """Returns a subclass of kernel `stock` that computes this rank's experts and gives those of
-    other ranks weight 0."""
+    """Returns a subclass of the kernel class `stock` that computes this rank's experts and gives
+    those of other ranks weight 0. vLLM's CPU kernels ignore the expert map."""
 
     class LocalExperts(stock):
+        """The kernel `stock`, with an expert map that vLLM's own ignores."""
+
         def apply(self, *args: Any, **kwargs: Any) -> None:
+            """Runs the kernel with this rank's numbers of experts, and weight 0 for experts of
+            other ranks."""
             call = _APPLY.bind(self, *args, **kwargs)
             of_call = call.arguments
             if (expert_map := of_call["expert_map"]) is not None:
@@ -42,8 +46,8 @@ def with_local_experts(stock: Any) -> Any:
 
 
 def prefer_expert_kernel(kernel: type[StockExperts]) -> None:
-    """Has vLLM try `kernel` first for unquantised experts on CPUs, and then its own kernels, each
-    as `with_local_experts` returns it. Repeatable."""
+    """Patches vLLM to try `kernel` first for unquantised experts on CPUs, and then its own kernels,
+    each as `with_local_experts` returns it. Repeatable."""
 
     def make(stock: Any) -> Any:
         def classes(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:

@@ -32,17 +32,18 @@ _LISTS = {
     "int4": "_POSSIBLE_KERNELS",
     "int8": "_POSSIBLE_INT8_KERNELS",
 }
+"""Weights of linears -> vLLM's list of kernels for them."""
 
 
 def prefer_linear_kernel(weights: str, kernel: type) -> None:
-    """Has vLLM try `kernel` first on CPUs for `weights` of FP8, 4-bit or 8-bit integers: a key of
-    `_LISTS`. `register_linear_kernel` would add it last. Repeatable."""
+    """Makes vLLM try `kernel` first on CPUs for `weights`, a key of `_LISTS`: FP8, 4-bit or 8-bit
+    integers. vLLM's `register_linear_kernel` would add it last. Repeatable."""
     insert_first(f"model_executor.kernels.linear:{_LISTS[weights]}", PlatformEnum.CPU, kernel)
 
 
 class Fp32Int8LinearKernel(StockInt8LinearKernel):
-    """vLLM's int8 kernel by oneDNN, for models in fp32. On a processor with AMX, vLLM's own choice
-    depends on the weights alone, and is an operation that only takes inputs in half precision."""
+    """vLLM's int8 kernel by oneDNN, for models in fp32. On a processor with AMX, vLLM chooses by
+    the weights alone, and chooses an operation that only takes inputs in half precision."""
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:

@@ -11,8 +11,8 @@ cpp_rms_norm = _custom_ops.rms_norm
 
 
 class Int8Weights:
-    """Matrices prepared for oneDNN's int8 products, with copies of the weights but not of the
-    scales. Operations take `handles` [n] int64, which are valid while this object lives."""
+    """Matrices prepared for oneDNN's int8 products. It holds copies of the weights, and refers to
+    the scales. Operations take `handles` [n] int64, which are valid while this object lives."""
 
     def __init__(
         self,
@@ -20,6 +20,7 @@ class Int8Weights:
         scales: torch.Tensor,  # [n, N, 1] fp32
         dtype: torch.dtype,  # of the products
     ) -> None:
+        """Has oneDNN copy each matrix. Keeps `scales`, which the copies refer to."""
         self._scales = scales
         self._matrices = [
             _custom_ops.create_onednn_scaled_mm(weight.t(), scale, dtype, True, False)
@@ -29,7 +30,7 @@ class Int8Weights:
 
 
 def check_int8_support() -> None:
-    """Raises ValueError on a processor that cannot add up products of int8."""
+    """Raises ValueError on a processor that cannot add up products of int8 without overflow."""
     if not int8_sums_are_exact():
         raise ValueError(
             "int8 checkpoints need a processor with VNNI (avx512_vnni or avx_vnni in lscpu): "
@@ -54,7 +55,8 @@ def int8_sums_are_exact() -> bool:
 
 
 def quantize_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns x [n, K] as int8 [n, K], and a scale for each row, fp32 [n, 1]."""
+    """Returns x [n, K] as int8 [n, K], and a scale for each row, fp32 [n, 1]. Value times scale is
+    about x."""
     values, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous())
     return values, scale
 
@@ -63,16 +65,19 @@ def multiply_int8(
     values: torch.Tensor,  # [n, K] int8
     scale: torch.Tensor,  # [n, 1] fp32
     handle: torch.Tensor,  # [] int64, one of `Int8Weights.handles`
-    out: torch.Tensor,  # [n, N], of the type that the weights were prepared for
+    out: torch.Tensor,  # [n, N], written, of the type that the weights were prepared for
 ) -> torch.Tensor:
-    """Writes the scaled product to `out`, and returns it."""
+    """Writes the product [n, N], scaled, to `out`, and returns `out`."""
     torch.ops._C.onednn_scaled_mm(out, values, scale, None, None, None, handle)
     return out
 
 
 def request_amx_permission() -> None:
-    """Asks Linux for matrix tiles (AMX), as PyTorch does before its own first product on tiles.
+    """Asks Linux to let this process use matrix tiles (AMX), as PyTorch does before its own first
+    product on tiles. Does nothing without AMX.
+
     vLLM's attention in bf16 uses tiles without asking: where a server's first step was too small
-    for such a product, it ended the worker (SIGILL)."""
+    for such a product, it ended the worker (SIGILL).
+    """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

@@ -22,12 +22,17 @@ STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
 def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
-    """Makes this process verify drafts with `replacement`, which takes vLLM's arguments up to
-    `num_speculative_steps`, and `use_fp64`. Where others are in use, vLLM's own function runs, in
-    Triton's interpreter. Repeatable."""
+    """Patches vLLM so that this process verifies drafts with `replacement`. It gets vLLM's
+    arguments up to `num_speculative_steps`, and `use_fp64`. Where a call sets others, vLLM's own
+    function runs, in Triton's interpreter. Repeatable."""
 
     def make(stock: Any) -> Any:
+        """Returns a replacement of vLLM's `rejection_sample`, `stock`, that calls `replacement`
+        where it can."""
+
         def rejection_sample(*args: Any, use_fp64: bool = False, **options: Any) -> Any:
+            """Verifies drafts with `replacement`, or with vLLM's function where it needs more
+            arguments."""
             *plain, synthetic_rates = args
             is_plain = (
                 synthetic_rates is None
@@ -46,17 +51,23 @@ def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
 
 def allow_v2_worker_without_triton() -> None:
     """Lets this process make a worker of runner v2 without Triton, which vLLM checks from 0.33 on.
-    Repeatable."""
+    Does nothing with older versions. Repeatable."""
     if version.is_at_least("0.33"):
         patch("v1.worker.gpu_worker:HAS_TRITON", lambda stock: True)
 
 
 def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> None:
-    """Gives diffusion models and DFlash drafters model runner v2, and obeys
-    `VLLM_USE_V2_MODEL_RUNNER=1`, although vLLM has no Triton. `prepare` then completes their
-    configuration. Other models keep vLLM's choice. Repeatable."""
+    """Patches vLLM to run diffusion models and targets of DFlash drafters by model runner v2,
+    although there is no Triton, and to obey `VLLM_USE_V2_MODEL_RUNNER`. Other models keep vLLM's
+    choice. Repeatable.
+
+    `prepare` is called with each configuration that uses runner v2, and may change it in place.
+    """
 
     def make_choice(stock: property) -> property:
+        """Returns a replacement of vLLM's property `stock`: true for our models, unless the user
+        chose."""
+
         def use_v2_model_runner(self: VllmConfig) -> bool:
             is_diffusion = self.model_config is not None and self.model_config.is_diffusion
             is_ours = is_diffusion or has_dflash_method(self.speculative_config)
@@ -67,7 +78,8 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
         return property(use_v2_model_runner)
 
     def validate_v2_model_runner(self: VllmConfig) -> None:
-        """Checks what vLLM checks, except for Triton."""
+        """Prepares the configuration. Raises ValueError for what vLLM refuses, except for a lack of
+        Triton."""
         if unsupported := self._get_v2_model_runner_unsupported_features():
             raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
         prepare(self)
@@ -79,8 +91,8 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
 
 
 def fit_dflash_inputs(native: Callable[..., None], vllm_version: str) -> Callable[..., None]:
-    """Returns `native` with the parameters of vLLM's kernel in `vllm_version`: before 0.33 it has
-    no `out_is_padding`."""
+    """Returns `native`, our version of vLLM's kernel, with the parameters that the kernel has in
+    `vllm_version`: before 0.33 it has no `out_is_padding`, which is then None."""
     if version.is_at_least("0.33", vllm_version):
         return native
 
@@ -100,6 +112,6 @@ def draft_seeds(
     seeds: torch.Tensor,  # [num_rows] int64
     columns: torch.Tensor,  # [num_rows] int64, of which drafted position the row's logits are kept
 ) -> torch.Tensor:
-    """Returns the seeds [num_rows] of the noise that drafts are drawn with. From 0.33 on, each
-    drafted position has a seed of its own."""
+    """Returns the seeds [num_rows] int64 of the noise that drafts are drawn with. From vLLM 0.33
+    on, each drafted position has a seed of its own."""
     return seeds ^ (columns << 32) if version.is_at_least("0.33") else seeds

@@ -21,8 +21,9 @@ def uses_triton_placeholder(module: ModuleType) -> bool:
 
 
 def set_triton_jit(jit: Callable[..., Any]) -> None:
-    """Makes `jit` the `@triton.jit` of modules loaded from now on, and adds `next_power_of_2`,
-    which runner v2 calls and the placeholder lacks."""
+    """Makes `jit` the `@triton.jit` of modules that are loaded from now on. Also adds
+    `next_power_of_2`, which runner v2 calls and vLLM's placeholder lacks. Repeatable. Must not be
+    called where vLLM has Triton."""
     is_stand_in = isinstance(triton_utils.triton, TritonPlaceholder)
     assert is_stand_in, "vLLM has Triton: its kernels can be launched"
     patch("triton_utils:triton.jit", lambda stock: jit)
@@ -33,7 +34,8 @@ def set_triton_jit(jit: Callable[..., Any]) -> None:
 
 
 def real_triton_module(placeholder: object) -> ModuleType | None:
-    """Returns the module of Triton that `placeholder` replaces, or None if it is something else."""
+    """Imports and returns the module of Triton that `placeholder` stands for, or None if it is
+    something else."""
     if placeholder is triton_utils.tl:
         import triton.language as tl
 

@@ -12,7 +12,8 @@ from vllm_dllm.cpu.kernels import block_table, dflash, input_batch, sampling
 
 
 def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
-    """Returns our functions by the full name of the Triton kernel that each replaces."""
+    """Returns our functions by the full name of the Triton kernel that each replaces in
+    `vllm_version`."""
     by_module: dict[str, tuple[Callable[..., None], ...]] = {
         "block_table": (block_table.compute_slot_mappings, block_table.gather_block_tables),
         "buffer_utils": (block_table.apply_write,),

@@ -29,10 +29,11 @@ def gather_block_tables(
     MASK_SLIDING_WINDOW: bool = False,
     **launch_options: int,
 ) -> None:
-    """Copies the block table rows of the batch's requests, and clears the padding rows.
+    """Writes the block table rows of the batch's requests to each group's table for the step, and 0
+    to its padding rows.
 
-    `MASK_SLIDING_WINDOW`: clears blocks that no query of the step sees, which may be another
-    request's by now.
+    `MASK_SLIDING_WINDOW`: also writes 0 for blocks that no query of the step sees, which may be
+    another request's by now.
     """
     num_rows, max_slots = grid[1], num_blocks.shape[1]
     slots = batch_idx_to_req_idx.tolist()
@@ -80,8 +81,8 @@ def compute_slot_mappings(
     PAD_ID: int,
     **other_block_sizes: int,
 ) -> None:
-    """Writes the KV cache slot of each token, and `PAD_ID` beyond the batch and where there is no
-    slot."""
+    """Writes the KV cache slot of each token to `slot_mappings`. Writes `PAD_ID` beyond the batch,
+    for dummy requests, and in groups that have no slot mapping."""
     assert CP_SIZE == 1, "vLLM has no context parallelism on CPUs"
     slots, bounds = idx_mapping.tolist(), query_start_loc.tolist()
     num_tokens, num_slots = bounds[grid[1] - 1], max(slots) + 1
@@ -124,7 +125,8 @@ def apply_write(
     MULTI_GROUP: bool,
     **block_sizes: int,
 ) -> None:
-    """Writes runs of values into rows of an array, or of one int32 array per KV cache group."""
+    """Writes runs of values into rows of `output`, an array of any type. `MULTI_GROUP`: writes them
+    into one int32 array per KV cache group, at the addresses in `output`."""
     num_writes = grid[0]
     contents = write_contents.numpy()
     rows = write_indices.tolist()[:num_writes]
@@ -149,7 +151,8 @@ def apply_write(
 
 @lru_cache(maxsize=256)
 def int32_at(address: int, *shape: int) -> np.ndarray:
-    """Returns a view of the int32 array of this shape at `address`. The caller must know that the
-    array is alive; keeping the view, only an address and a length, is harmless."""
+    """Returns a view of the int32 array of this shape at `address`. Whoever reads or writes the
+    view must know that the array is alive. Keeping the view is harmless: it is only an address and
+    a length."""
     numbers = (ctypes.c_int32 * math.prod(shape)).from_address(address)
     return np.frombuffer(memoryview(numbers).cast("B"), dtype=np.int32).reshape(shape)

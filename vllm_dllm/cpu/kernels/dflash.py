@@ -53,7 +53,8 @@ def prepare_dflash_inputs(
     CP_INTERLEAVE: int,
     **block_sizes: int,
 ) -> None:
-    """Writes the inputs of each request's draft block, and where its context is stored."""
+    """Writes the inputs of each request's draft block, and where its context is stored. N = drafts
+    of a request (`num_speculative_steps`)."""
     assert CP_SIZE == 1, "context parallelism needs a GPU"
     num_reqs, slots = grid[0], idx_mapping[: grid[0]]
     cache = _Cache(block_table.numpy(), block_table_stride, block_size, PAD_SLOT_ID)
@@ -82,7 +83,7 @@ def prepare_dflash_inputs(
 
 @dataclass(frozen=True)
 class _Cache:
-    """The drafter's KV cache."""
+    """The drafter's KV cache: which block of it holds which positions of a request."""
 
     blocks: np.ndarray  # [>= num_reqs, max_num_blocks] int32
     max_num_blocks: int
@@ -90,7 +91,8 @@ class _Cache:
     pad_slot: int
 
     def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns the slots, int64, of positions of a request; `pad_slot` where it has no block."""
+        """Returns the slots, int64, that hold `positions` of the requests in `row` of the block
+        table. `pad_slot` where a request has no block."""
         columns = np.minimum(positions // self.block_size, self.max_num_blocks - 1)
         blocks = self.blocks[row, columns]
         found = blocks.astype(np.int64) * self.block_size + positions % self.block_size
@@ -105,8 +107,9 @@ def _write_context_slots(
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
     num_rejected: torch.Tensor,  # [num_reqs] int32
 ) -> np.ndarray:
-    """Writes positions and slots of what the target has just computed. Returns the position after
-    it for each request, [num_reqs] int64."""
+    """Writes positions and slots of the tokens that the target has just computed; 0 and the padding
+    slot for rejected ones. Returns the position after the last accepted one for each request,
+    [num_reqs] int64."""
     positions, slots, targets = (t.numpy() for t in (out_positions, out_slots, target_positions))
     firsts = np.empty(len(query_start_loc) - 1, np.int64)
     rejected = num_rejected.tolist()
@@ -126,7 +129,8 @@ def _write_queries(
     blocks: np.ndarray,  # [num_reqs, width] int64, positions of the draft blocks
     last_position: int,
 ) -> None:
-    """Writes positions and slots of the draft blocks."""
+    """Writes positions, at most `last_position`, and slots of the draft blocks' tokens, and the
+    padding slot beyond them."""
     positions, slots = out_positions.numpy(), out_slots.numpy()
     positions[: blocks.size] = np.minimum(blocks, last_position).ravel()
     slots[: blocks.size] = cache.slots(np.arange(len(blocks))[:, None], blocks).ravel()
@@ -139,7 +143,8 @@ def _write_lengths(
     blocks: np.ndarray,  # [num_reqs, width] int64
     max_model_len: int,
 ) -> None:
-    """Writes where each request's block begins, and lengths of the requests with it."""
+    """Writes where each request's block begins in the batch, and the requests' lengths with their
+    blocks, at most `max_model_len`."""
     (num_reqs, width), num_slots = blocks.shape, len(out_seq_lens)
     starts, lengths = out_query_start_loc.numpy(), out_seq_lens.numpy()
     starts[:num_reqs] = np.arange(0, blocks.size, width)
@@ -156,7 +161,7 @@ def _write_samples(
     columns: np.ndarray,  # [N] int64: slots of the block that drafts are sampled from
     slots: torch.Tensor,  # [num_reqs] int64
 ) -> None:
-    """Writes row, position and slot of each token to draft."""
+    """Writes row, position and slot of each token to draft; 0, 0 and -1 beyond the batch."""
     starts = np.arange(0, blocks.size, blocks.shape[1])
     for out, values, rest in (
         (out_indices, starts[:, None] + columns, 0),

@@ -26,8 +26,8 @@ def prepare_prefill_inputs(
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
     **block_sizes: int,
 ) -> None:
-    """Copies the scheduled prompt tokens of prefilling requests, and the tokens that follow
-    them."""
+    """Writes the scheduled tokens of prefilling requests to `input_ids`. Writes the `num_lookahead`
+    tokens that follow them to `next_prefill_tokens`, and 0 beyond the prefill."""
     slots = idx_mapping.numpy()
     computed = num_computed_tokens.numpy()[slots]
     ends = prefill_lens.numpy()[slots]
@@ -52,7 +52,7 @@ def prepare_pos_seq_lens(
     max_num_reqs: int,
     **block_sizes: int,
 ) -> None:
-    """Writes positions of the scheduled tokens and lengths of the requests after this step."""
+    """Writes positions of the scheduled tokens, and lengths of the requests after this step."""
     num_reqs = grid[0] - 1
     positions, lengths, computed = pos.numpy(), seq_lens.numpy(), num_computed_tokens.numpy()
     bounds = query_start_loc.tolist()
@@ -78,8 +78,8 @@ def combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **block_sizes: int,
 ) -> None:
-    """Writes sampled and draft tokens at the end of each request's query, and the rows of the
-    hidden states that become logits: the last ones of each query."""
+    """Writes the sampled token and the drafts at the end of each request's query, past its prefill.
+    Also writes the rows of the hidden states that become logits: the last ones of each query."""
     ids, rows = input_ids.numpy(), logits_indices.numpy()
     last_sampled, drafts = last_sampled_tokens.numpy(), draft_tokens.numpy()
     slots = idx_mapping.tolist()
@@ -112,8 +112,8 @@ def get_num_sampled_and_rejected(
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
 ) -> None:
-    """Writes how many rows of logits were rejected, and sets both counts to 0 for unfinished
-    prefills."""
+    """Writes how many rows of logits were rejected: all but the sampled ones. Sets both counts to 0
+    for unfinished prefills."""
     num_reqs = grid[0]
     prefills_on = seq_lens.numpy()[:num_reqs] < prefill_len.numpy()[idx_mapping.numpy()]
     sampled = num_sampled.numpy()[:num_reqs]
@@ -142,8 +142,8 @@ def post_update(
     num_draft_tokens: int = 0,
     **launch_options: int,
 ) -> None:
-    """Records the outcome of a step: new tokens, computed KV positions and, where they come from
-    another rank, drafts."""
+    """Records the outcome of a step in the requests' state, in place: new tokens, computed KV
+    positions and, where they come from another rank, drafts."""
     computed, totals = num_computed_tokens.numpy(), total_len.numpy()
     tokens, last, sampled = (
         t.numpy() for t in (all_token_ids, last_sampled_tokens, sampled_tokens)
@@ -173,7 +173,7 @@ def post_update_num_computed_tokens(
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced by the query lengths
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
 ) -> None:
-    """Adds the length of each request's query to its computed tokens."""
+    """Adds the length of each request's query to its computed tokens, in place."""
     num_reqs = grid[0]
     slots = idx_mapping.numpy()[:num_reqs]
     num_computed_tokens.numpy()[slots] += np.diff(query_start_loc.numpy()[: num_reqs + 1])
@@ -187,7 +187,7 @@ def expand_idx_mapping(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
     **block_sizes: int,
 ) -> None:
-    """Writes slot and index in its request of each row of logits."""
+    """Writes the slot of each row of logits, and the row's index in its request."""
     num_reqs = grid[0]
     bounds = cu_num_logits.numpy()[: num_reqs + 1]
     slots, local = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()

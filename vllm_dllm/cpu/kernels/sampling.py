@@ -22,7 +22,7 @@ def temperature(
     vocab_size: int,
     **block_sizes: int,
 ) -> None:
-    """Divides logits by each request's temperature. 0 and 1 leave a row as it is."""
+    """Divides logits by each request's temperature, in place. 0 and 1 leave a row as it is."""
     divisors = temperature[expanded_idx_mapping]
     divisors[divisors == 0] = 1.0
     if not torch.all(divisors == 1.0):
@@ -54,8 +54,11 @@ def gumbel_sample(
     PER_TOKEN_COL: bool,
     **block_sizes: int,
 ) -> None:
-    """Writes the largest logit under Gumbel noise, and its token, of each block of the vocabulary.
-    There is no noise at temperature 0."""
+    """Writes the largest logit under Gumbel noise, and its token, of each row and block of the
+    vocabulary. There is no noise at temperature 0.
+
+    With `logits_cache`, also copies `logits_cache_source` to the column of each request's slot.
+    """
     slots = expanded_idx_mapping
     live = slots >= 0
     row_seeds = seeds[slots.clamp(min=0)]
@@ -98,8 +101,8 @@ def gather_draft_sampled(
     num_logits: int,
     **block_sizes: int,
 ) -> None:
-    """Writes the input token and position of each row of logits; -1 for drafts of a step that
-    starts within the prefill, which no drafter proposed."""
+    """Writes the input token and position of each row of logits. Writes -1 for drafts of a step
+    that starts within the prefill, which no drafter proposed."""
     torch.index_select(positions, 0, logits_indices, out=pos)
     torch.index_select(input_ids, 0, logits_indices, out=draft_sampled)
     starts_in_prefill = pos - expanded_local_pos < prefill_len[expanded_idx_mapping]
@@ -115,7 +118,7 @@ def flatten_sampled(
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
     **launch_options: int,
 ) -> None:
-    """Copies each request's sampled tokens to its rows of logits."""
+    """Copies each request's sampled tokens to its first rows of `flat_sampled`."""
     for row, (start, count) in enumerate(
         zip(cu_num_logits.tolist()[:-1], num_sampled.tolist(), strict=True)
     ):
@@ -133,7 +136,7 @@ def topk_log_softmax(
     vocab_size: int,
     **block_sizes: int,
 ) -> None:
-    """Writes log-probabilities of the given tokens only."""
+    """Writes the log-probabilities of the tokens `topk_ids`."""
     scores = logits.float()
     torch.sub(scores.gather(1, topk_ids), scores.logsumexp(1, keepdim=True), out=output)
 
@@ -147,7 +150,7 @@ def ranks(
     vocab_size: int,
     **block_sizes: int,
 ) -> None:
-    """Writes how many tokens are at least as likely as each row's token, itself included."""
+    """Writes how many tokens are at least as likely as each row's token. That token counts, too."""
     chosen = logits.gather(1, token_ids[:, None].long())
     torch.sum(logits >= chosen, dim=1, out=output)
 
@@ -162,7 +165,7 @@ def prompt_logprobs_token_ids(
     all_token_ids_stride: int,
     **block_sizes: int,
 ) -> None:
-    """Writes the token that follows each scheduled one."""
+    """Writes the token that follows each scheduled one in its request; 0 where none can."""
     targets, tokens = prompt_logprobs_token_ids.numpy(), all_token_ids.view(-1).numpy()
     bounds = query_start_loc.tolist()
     computed = num_computed_tokens.numpy()
@@ -188,7 +191,7 @@ def apply_grammar_bitmask(
     MASK_STRIDE: int,
     **block_sizes: int,
 ) -> None:
-    """Sets logits of tokens that a grammar forbids to minus infinity."""
+    """Sets logits of tokens that a grammar forbids to minus infinity, in place."""
     bounds = cu_num_logits.tolist()
     packed = bitmask.numpy().view(np.uint8)
     for mask, index in enumerate(logits_indices.tolist()[: grid[0]]):

@@ -24,7 +24,8 @@ def _make_projection(
     weight: Callable[[int], Scaled],
     dtype: torch.dtype,  # of the model
 ) -> Projection:
-    """Returns a Projection that quantises its inputs and decodes one expert's weights at a time."""
+    """Returns a Projection that quantises its inputs by `quantize` and decodes the weights of one
+    expert at a time by `weight(expert)`."""
     return Projection(
         lambda x: quantize(x).to_model_dtype(dtype),
         lambda rows, expert: multiply(rows, weight(expert).to_model_dtype(dtype)),
@@ -41,7 +42,8 @@ def fp8_experts(
     w2: torch.Tensor,  # [E, H, I] float8_e4m3fn
     w2_scale: torch.Tensor,  # [E, H, 1] fp32
 ) -> torch.Tensor:
-    """Returns [T, H]: `mix_experts` of experts in FP8, which are decoded one by one."""
+    """Returns `mix_experts` of experts in FP8, [T, H]. The first four arguments are those of
+    `mix_experts`. Weights are decoded one expert at a time, inputs quantised row by row."""
     return mix_experts(
         x,
         topk_weights,
@@ -66,7 +68,9 @@ def nvfp4_experts(
     x_global_scale: torch.Tensor,  # [] fp32, divides
     hidden_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """Returns [T, H]: `mix_experts` of experts in NVFP4, which are decoded one by one."""
+    """Returns `mix_experts` of experts in NVFP4, [T, H]. The first four arguments are those of
+    `mix_experts`. Weights are decoded one expert at a time, inputs quantised by the given global
+    scales."""
     return mix_experts(
         x,
         topk_weights,
@@ -94,7 +98,8 @@ def int8_experts(
     w2: torch.Tensor,  # [E] int64, handles of [H, I]
     num_inner: int,  # I
 ) -> torch.Tensor:
-    """Returns [T, H]: `mix_experts` of experts in int8, by oneDNN's products."""
+    """Returns `mix_experts` of experts in int8, [T, H], by oneDNN's products. The first four
+    arguments are those of `mix_experts`. Inputs are quantised row by row."""
 
     def projection(handles: torch.Tensor, num_out: int) -> Projection:
         def product(rows: Scaled, expert: int) -> torch.Tensor:
@@ -117,7 +122,8 @@ def int4_experts(
     w2: torch.Tensor,  # [E, H, I / 8] int32
     w2_scale: torch.Tensor,  # [E, H, I / group]
 ) -> torch.Tensor:
-    """Returns [T, H]: `mix_experts` of experts with 4-bit weights, which are decoded one by one."""
+    """Returns `mix_experts` of experts with 4-bit weights, [T, H]. The first four arguments are
+    those of `mix_experts`. Weights are decoded one expert at a time, inputs are not quantised."""
 
     def projection(packed: torch.Tensor, scale: torch.Tensor) -> Projection:
         return Projection(
@@ -129,7 +135,7 @@ def int4_experts(
 
 
 def _like_expert_output(x: torch.Tensor, *args: object) -> torch.Tensor:
-    """Returns an empty output [T, H], from which the compiler learns its shape and type."""
+    """Returns an uninitialised output [T, H], from which the compiler learns its shape and type."""
     return torch.empty_like(x)
 
 

@@ -31,8 +31,8 @@ class Scaled(NamedTuple):
 
     def to_model_dtype(self, dtype: torch.dtype) -> "Scaled":
         """Returns the matrix in the type that `multiply` is fastest with in a model of `dtype`:
-        bf16 in a bf16 model. Sums are fp32 either way, and such a model rounds the result to bf16
-        anyway."""
+        bf16 in a bf16 model, else unchanged. Sums are fp32 either way, and a bf16 model rounds the
+        result to bf16 anyway."""
         is_bf16 = dtype == torch.bfloat16
         return self._replace(values=self.values.to(dtype)) if is_bf16 else self
 
@@ -52,7 +52,8 @@ _SIGN_EXPONENT_MANTISSA = -0x8000 | 0x3F80  # as int16: bit 15, and bits 13 to 7
 
 
 def quantize_fp8(x: torch.Tensor) -> Scaled:
-    """Scales each row of x [n, K] so that its largest magnitude becomes e4m3's largest."""
+    """Returns x [n, K], rounded to e4m3 with a scale for each row that makes its largest magnitude
+    e4m3's largest."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_(min=FP8_MIN_SCALE)
     return Scaled(fp8_to_fp32((x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)), scale)
@@ -62,12 +63,13 @@ def decode_fp8(
     weight: torch.Tensor,  # [N, K] float8_e4m3fn
     scale: torch.Tensor,  # [N, 1] fp32
 ) -> Scaled:
-    """Returns an FP8 weight as `Scaled`."""
+    """Returns an FP8 weight as `Scaled`, with values in fp32."""
     return Scaled(fp8_to_fp32(weight), scale)
 
 
 def fp8_to_fp32(e4m3: torch.Tensor) -> torch.Tensor:
-    """Converts e4m3 to fp32, exactly, in a twentieth of PyTorch's time, which converts one by one.
+    """Returns e4m3 numbers as fp32, exactly, in a twentieth of the time of PyTorch, which converts
+    one by one.
 
     Sign, exponent and mantissa are moved to where fp16 has them. fp16's exponent starts 8 lower,
     and its conversion is vectorised. NaN becomes 480: neither checkpoints nor values rounded here
@@ -83,7 +85,8 @@ E2M1_MAX = 6.0
 
 
 def _e2m1_pairs() -> torch.Tensor:
-    """Returns the two fp32 values of each byte, low nibble first, as one 64-bit element: [256]."""
+    """Returns, for each byte, the two fp32 values that its nibbles encode in e2m1, low nibble
+    first. A pair is one 64-bit element: [256] fp64."""
     # dtype and device are given because modules are imported while a model is being built.
     values = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
@@ -99,7 +102,7 @@ def decode_nvfp4(
     block_scale: torch.Tensor,  # [N, K / 16] float8_e4m3fn
     scale: torch.Tensor,  # [] fp32, multiplies
 ) -> Scaled:
-    """Returns an NVFP4 weight as `Scaled`."""
+    """Returns an NVFP4 weight as `Scaled`. Its values, in fp32, include the block scales."""
     pairs = _E2M1_PAIRS.index_select(0, packed.flatten().int()).view(torch.float32)
     blocks = pairs.view(*block_scale.shape, GROUP_SIZE).mul_(fp8_to_fp32(block_scale)[..., None])
     return Scaled(blocks.flatten(-2), scale)
@@ -109,8 +112,9 @@ def quantize_nvfp4(
     x: torch.Tensor,  # [n, K]
     global_scale: torch.Tensor,  # [] fp32, 448 * 6 / the largest magnitude expected; divides
 ) -> Scaled:
-    """Scales each 16 values of a row so that their largest magnitude becomes e2m1's largest, and
-    rounds to the nearest value, ties to the even code."""
+    """Returns x [n, K], rounded to NVFP4. Each 16 values of a row get an e4m3 scale that makes
+    their largest magnitude about e2m1's largest. Values are rounded to the nearest, ties to the
+    even code."""
     x = x.float()
     amax = F.max_pool1d(x.abs(), GROUP_SIZE)[..., None]  # faster than a reduction of 16
     blocks = x.unflatten(-1, (-1, GROUP_SIZE))
@@ -121,8 +125,8 @@ def quantize_nvfp4(
 
 
 def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Rounds magnitudes up to 6, fp32, to e2m1. Between powers of two, e2m1 has one value; below 1,
-    steps of 0.5.
+    """Returns fp32 `values` of magnitude up to 6 rounded to e2m1, ties to the even code. Between
+    powers of two, e2m1 has one value; below 1, steps of 0.5.
 
     fp32 has steps of `size / 2` next to `1.5 * 2**22 * size`, and rounds to them when it adds, ties
     to the even one, which has the even code.
@@ -133,7 +137,8 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def _int4_pairs() -> torch.Tensor:
-    """Returns the two fp32 values of each byte, low half first, as one 64-bit element: [256]."""
+    """Returns, for each byte, the two fp32 values that its nibbles encode in 4-bit integers, low
+    nibble first. A pair is one 64-bit element: [256] fp64."""
     # dtype and device are given because modules are imported while a model is being built.
     byte = torch.arange(256, device="cpu")
     values = torch.stack(((byte & 15) - 8, (byte >> 4) - 8), dim=1)
@@ -147,7 +152,7 @@ def decode_int4(
     packed: torch.Tensor,  # [N, K / 8] int32
     scale: torch.Tensor,  # [N, K / group], of the model's type
 ) -> torch.Tensor:
-    """Returns the weight [N, K] in the scale's type, rounded once."""
+    """Returns the weight [N, K] in the scale's type. Each value is rounded once, after scaling."""
     pairs = _INT4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int()).view(
         torch.float32
     )

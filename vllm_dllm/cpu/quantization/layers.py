@@ -48,8 +48,8 @@ logger = init_logger(__name__)
 def choose_layer_method(
     config: CompressedTensorsConfig, layer: torch.nn.Module, prefix: str
 ) -> QuantizeMethodBase | None:
-    """Returns the method of a layer on this CPU; None leaves it to vLLM, as for linears, whose
-    kernels are registered.
+    """Returns the method that loads and computes `layer` on this CPU, which vLLM calls `prefix`.
+    None leaves it to vLLM, as for linears, whose kernels are registered.
 
     Raises:
         ValueError: this CPU cannot compute the layer.
@@ -77,7 +77,8 @@ def choose_layer_method(
 
 
 def log_emulation(kind: Scheme, has_experts: bool) -> None:
-    """Logs once that layers of a scheme have no CPU kernel and are emulated."""
+    """Logs once that layers of the scheme `kind` have no CPU kernel and are emulated. Does nothing
+    for schemes that have one. `has_experts`: whether experts are among the layers."""
     if kind is Scheme.NVFP4 or (kind is not Scheme.INT8 and has_experts):
         logger.info_once(
             "vLLM has no CPU kernel for %s: %s run in an emulation of the GPU's "
@@ -88,7 +89,8 @@ def log_emulation(kind: Scheme, has_experts: bool) -> None:
 
 
 def _check_inputs(scheme: dict[str, Any] | None) -> None:
-    """Raises ValueError for int8 inputs on a CPU that cannot multiply them."""
+    """Raises ValueError if a scheme has int8 inputs and this CPU cannot multiply them. `scheme`:
+    vLLM's dictionary; None: not quantised."""
     inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
     if inputs is not None and inputs.type == QuantizationType.INT:
         check_int8_support()
@@ -118,23 +120,26 @@ class _ExpertsOnCpu(CompressedTensorsMoEMethod):
         shared_experts: SharedExperts | None,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the experts' output for `x`, [T, H]."""
+        """Returns the experts' output for `x` [T, H], of the same shape. Shared experts are
+        computed elsewhere."""
         # Indices of this rank's experts; -1 for experts of other ranks.
         own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
         return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
 
     @abstractmethod
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        """Calls the operation. `inputs`: the first arguments of the operations in `experts.py`."""
+        """Returns the experts' output [T, H] by the format's PyTorch operation. `inputs`: the first
+        four arguments of `mix_experts`: rows, weights and ids of their experts, activation."""
 
 
 class CompressedTensorsFp8MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW8A8Fp8MoEMethod):
     """FP8 experts: one scale per channel for weights, one per row for activations."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Leaves weights as they are stored."""
+        """Does nothing: the weights are used as they are stored."""
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        """Returns the output [T, H] of `experts.fp8_experts`."""
         return torch.ops.vllm.vllm_dllm_fp8_experts(
             *inputs,
             layer.w13_weight,
@@ -155,8 +160,9 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW4A4N
         self.use_a16 = self.use_global_sf = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Inverts the global scales, which divide in the checkpoint and multiply from here on.
-        Leaves weights as they are stored."""
+        """Adds the global scales that are used from here on to `layer`: of weights, inverted, since
+        in the checkpoint they divide; of inputs, one for all experts. Leaves weights as they are
+        stored."""
         for name, scale in (
             ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
             ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),
@@ -166,6 +172,7 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW4A4N
             layer.register_parameter(name, Parameter(scale, requires_grad=False))
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
+        """Returns the output [T, H] of `experts.nvfp4_experts`."""
         return torch.ops.vllm.vllm_dllm_nvfp4_experts(
             *inputs,
             layer.w13_weight_packed,
@@ -192,7 +199,8 @@ class CompressedTensorsInt8MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW8A8In
         self.static_input_scales = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Has oneDNN copy the weights, and frees what was loaded."""
+        """Has oneDNN copy the weights of `layer`, adds the handles of the copies to it, and frees
+        the weights that were loaded."""
         dtype, w13, w2 = self.moe.in_dtype, layer.w13_weight, layer.w2_weight
         layer.num_inner = w2.shape[2]
         layer.int8_weights = []  # keeps the handles valid
@@ -220,7 +228,7 @@ class CompressedTensorsInt4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsWNA16M
         self.strategy, self.group_size = weights.strategy, weights.group_size
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Leaves weights as they are stored."""
+        """Does nothing: the weights are used as they are stored."""
 
     def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
         return torch.ops.vllm.vllm_dllm_int4_experts(

@@ -41,7 +41,8 @@ def fp8_product(
     b_scale: torch.Tensor,  # [N, 1] fp32
     dtype: torch.dtype,  # of the model
 ) -> torch.Tensor:
-    """Returns the scaled a @ b, [M, N] fp32."""
+    """Returns a @ b with its scales, [M, N] fp32. In a bf16 model sums are rounded to bf16 before
+    scaling."""
     rows, weight = decode_fp8(a, a_scale), decode_fp8(b.t(), b_scale)
     return multiply(rows.to_model_dtype(dtype), weight.to_model_dtype(dtype))
 
@@ -59,7 +60,7 @@ class CpuFp8LinearKernel(StockFp8LinearKernel):
     """FP8 linears whose values are multiplied as floats."""
 
     def get_output_padding(self) -> int | None:
-        """Returns None: `torch._scaled_mm` would want padding rows."""
+        """Returns None, for no padding rows, which only `torch._scaled_mm` would want."""
         return None
 
     def apply_scaled_mm(
@@ -73,6 +74,7 @@ class CpuFp8LinearKernel(StockFp8LinearKernel):
         bias: torch.Tensor | None,
         output_shape: list[int],
     ) -> torch.Tensor:
+        """Returns A @ B with its scales and bias, as `out_dtype` in the shape `output_shape`."""
         out = torch.ops.vllm.vllm_dllm_fp8_product(A, As, B, Bs, out_dtype)
         if bias is not None:
             out = out + bias
@@ -89,8 +91,8 @@ def nvfp4_linear(
     scale: torch.Tensor,  # [] fp32, multiplies
     x_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """Returns x @ weight.T [..., N]. It is one PyTorch operation, so that compiled models round the
-    same."""
+    """Returns x @ weight.T [..., N], in the type of `x`, which is quantised first. It is one
+    PyTorch operation, so that compiled models round the same."""
     rows = quantize_nvfp4(x.flatten(0, -2), x_global_scale)
     weight = decode_nvfp4(packed, block_scale, scale)
     out = multiply(rows.to_model_dtype(x.dtype), weight.to_model_dtype(x.dtype))
@@ -98,7 +100,8 @@ def nvfp4_linear(
 
 
 def _like_linear_output(x: torch.Tensor, packed: torch.Tensor, *args: object) -> torch.Tensor:
-    """Returns an empty output [..., N], from which the compiler learns its shape and type."""
+    """Returns an uninitialised output [..., N], from which the compiler learns its shape and
+    type."""
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
@@ -106,7 +109,7 @@ direct_register_custom_op("vllm_dllm_nvfp4_linear", nvfp4_linear, fake_impl=_lik
 
 
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
-    """NVFP4 linears, emulated."""
+    """NVFP4 linears, emulated: vLLM has no kernel for them on CPUs."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -117,11 +120,12 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves weights as they are stored."""
+        """Does nothing: the weights are used as they are stored."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Returns the layer's output [..., N] for `x` [..., K]."""
         out = torch.ops.vllm.vllm_dllm_nvfp4_linear(
             x,
             layer.weight,
@@ -141,7 +145,7 @@ def int4_linear(
     packed: torch.Tensor,  # [N, K / 8] int32
     scale: torch.Tensor,  # [N, K / group]
 ) -> torch.Tensor:
-    """Returns x @ weight.T [..., N], in x's type."""
+    """Returns x @ weight.T [..., N], in the type of `x`. The weight is unpacked for it."""
     return x @ decode_int4(packed, scale).t()
 
 
@@ -157,6 +161,8 @@ class CpuInt4LinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Returns whether this kernel computes a layer faster than vLLM's, or at all, and if not,
+        why."""
         if not current_platform.is_cpu():
             return False, "it is for CPUs"
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
@@ -166,7 +172,7 @@ class CpuInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves weights as they are stored."""
+        """Does nothing: the weights are used as they are stored."""
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
