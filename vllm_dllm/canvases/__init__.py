@@ -1,4 +1,4 @@
 """Shows canvases to clients, between the chunks of their own stream and on a page.
 
-It runs in a server's API processes. docs/canvases.md describes the events.
+This package runs in a server's API processes. docs/canvases.md describes the events.
 """

@@ -1,4 +1,4 @@
-"""The routes of canvases in vLLM's API server, which loads this file through the entry point
+"""Adds the routes of canvases to vLLM's API server. vLLM loads this file through the entry point
 `vllm.endpoint_plugins` if the environment names it: `VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas`."""
 
 import functools
@@ -45,7 +45,8 @@ _SMALL_VOCABULARY = 1024  # the shipped checkpoints have half as many tokens
 
 
 class CanvasEndpoints:
-    """vLLM's interface of endpoint plugins."""
+    """Implements vLLM's interface of endpoint plugins: the page, its files, and the canvases in
+    streams."""
 
     name = "vllm_dllm_canvas"
     required_tasks = ("generate",)
@@ -55,7 +56,9 @@ class CanvasEndpoints:
         self._about: dict[str, Any] = {}
 
     def attach_router(self, app: FastAPI) -> None:
-        # Added before vLLM's own layers, so inside of them: requests have passed the key's check.
+        """Adds the canvas middleware, the start page `/` and the routes below `/canvas` to `app`.
+        vLLM calls it before it adds its own middleware, and before `init_state`."""
+        # Added before vLLM's own layers, so inside of them: vLLM has checked the API key by then.
         app.add_middleware(CanvasStreams, source=lambda: self._source)
 
         async def redirect() -> Response:
@@ -72,7 +75,8 @@ class CanvasEndpoints:
             app.add_api_route(f"/canvas/{name}", _serve_file(file), include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Prepares for requests that ask for canvases, if the server has a diffusion model."""
+        """Prepares for requests that ask for canvases. vLLM calls it once the engine runs. Does
+        nothing if the server has no diffusion model or no folder for the canvas socket."""
         folder = canvas_feeds.socket_folder()
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
@@ -85,8 +89,9 @@ class CanvasEndpoints:
 
 
 def make_token_texts(tokenizer: Any) -> TokenTexts:
-    """Makes the function that decodes the tokens of a canvas one by one, each token once. The text
-    of a special token is empty; a part of a character is U+FFFD."""
+    """Returns a function that decodes the tokens of a canvas one by one. It decodes each token once
+    and caches the text for the life of the process. The text of a special token is empty, and that
+    of a part of a character is U+FFFD."""
 
     @functools.cache
     def text(token: int) -> str:
@@ -96,8 +101,8 @@ def make_token_texts(tokenizer: Any) -> TokenTexts:
 
 
 def page_settings(config: ModelConfig) -> dict[str, Any]:
-    """Returns what the page needs to know: questions that the model can answer, and its acceptance
-    rules."""
+    """Returns what the page needs to know of a model, as JSON: `examples`, questions that it can
+    answer, and `acceptance`, the names of its acceptance rules."""
     family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)
     is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
     return {
@@ -107,7 +112,8 @@ def page_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def page_address(args: Namespace) -> str:
-    """Returns the page's URL for a browser on this machine; `args`: of `vllm serve`."""
+    """Returns the page's URL for a browser on this machine, by the arguments of `vllm serve`. If
+    the server listens on a Unix socket, returns the path alone."""
     if args.uds:
         return "/canvas"
     host = "127.0.0.1" if args.host in (None, "", "0.0.0.0", "::") else args.host
@@ -117,7 +123,7 @@ def page_address(args: Namespace) -> str:
 
 
 def _serve_file(file: Path) -> Any:
-    """Makes the endpoint that answers with a file."""
+    """Returns an endpoint that answers with a file. The file's suffix must be in `MEDIA_TYPES`."""
 
     async def serve() -> Response:
         return FileResponse(file, media_type=MEDIA_TYPES[file.suffix], headers=_HEADERS)

@@ -1,6 +1,5 @@
-"""Receives canvases from the workers, in an API process: one local socket, and a feed with a
-bounded buffer for each request. A client that reads too slowly loses canvases, the oldest first.
-"""
+"""Receives canvases from the workers, in an API process. All requests share one local socket, and
+each has a feed with a bounded buffer. A client that reads too slowly loses its oldest canvases."""
 
 import asyncio
 import contextlib
@@ -19,45 +18,49 @@ _SOCKET_MESSAGES = 64
 
 
 class Feed:
-    """The canvases of one request that its client has not got yet."""
+    """The canvases of one request that have not been sent to its client yet."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """The address that the request has in its options, to which the worker sends."""
+        """The feed's address, to which the worker sends: the names of the socket and of the
+        request. It is one of the request's options."""
         self._canvases: deque[dict[str, Any]] = deque(maxlen=BUFFER_CANVASES)
         self._changed = asyncio.Event()
         self.has_ended = False
 
     def put_canvas(self, canvas: dict[str, Any]) -> None:
-        """Adds a canvas; if the buffer is full, the oldest is lost."""
+        """Adds a canvas. If the buffer is full, the oldest canvas is lost. A feed that had ended
+        goes on."""
         self._canvases.append(canvas)
         self.has_ended = False  # a preempted request comes back
         self._changed.set()
 
     def end(self) -> None:
-        """Notes that the worker has sent all canvases of the request."""
+        """Notes that the worker has sent all canvases of the request, and wakes those that wait for
+        it."""
         self.has_ended = True
         self._changed.set()
 
     async def wait_for_canvas(self) -> None:
-        """Waits until `take_canvas` has one."""
+        """Waits until the buffer has a canvas for `take_canvas`."""
         while not self._canvases:
             self._changed.clear()
             await self._changed.wait()
 
     async def wait_until_ended(self) -> None:
-        """Waits until the worker has sent all canvases."""
+        """Waits until the worker has sent all canvases of the request."""
         while not self.has_ended:
             self._changed.clear()
             await self._changed.wait()
 
     def take_canvas(self) -> dict[str, Any] | None:
-        """Removes and returns the oldest canvas; None if there is none."""
+        """Removes and returns the oldest canvas; None if the buffer is empty. Does not wait."""
         return self._canvases.popleft() if self._canvases else None
 
 
 class CanvasHub:
-    """The feeds of all requests, and the socket that they share. It listens from the first on."""
+    """The feeds of all requests, and the socket that they share. The socket is opened with the
+    first feed."""
 
     def __init__(self, folder: Path) -> None:
         self._name = new_random_name()
@@ -67,11 +70,13 @@ class CanvasHub:
 
     @property
     def num_feeds(self) -> int:
+        """The number of feeds that are open."""
         return len(self._feeds)
 
     @contextlib.contextmanager
     def open_feed(self) -> Iterator[Feed]:
-        """Opens a feed for one request, and closes it at the end of the block."""
+        """Yields a new feed for one request, and closes it at the end of the block. Must be called
+        in a running event loop."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._receive_canvases(self._open_socket()))
         topic = new_random_name()
@@ -82,6 +87,7 @@ class CanvasHub:
             del self._feeds[topic.encode()]
 
     def _open_socket(self) -> zmq.asyncio.Socket:
+        """Returns a new socket that is bound to the hub's path, in `folder`."""
         socket = zmq.asyncio.Context().socket(zmq.PULL)
         socket.set(zmq.RCVHWM, _SOCKET_MESSAGES)
         socket.set(zmq.LINGER, 0)
@@ -89,7 +95,8 @@ class CanvasHub:
         return socket
 
     async def _receive_canvases(self, socket: zmq.asyncio.Socket) -> None:
-        """Puts received canvases into their feeds until it is cancelled; the hub's task."""
+        """Puts received canvases into their feeds until the hub cancels this task. Drops canvases
+        whose feed has been closed."""
         try:
             while True:
                 for topic, canvas in unpack_canvases(await socket.recv()):
@@ -105,7 +112,7 @@ class CanvasHub:
             socket.close()
 
     async def close(self) -> None:
-        """Stops receiving."""
+        """Stops receiving, and waits until the socket is closed. The next feed opens it again."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Puts events of canvases between the server-sent events of a stream: never inside of one, never
-after the last. The stream may come in pieces that are cut anywhere; its events are sent on whole.
-"""
+"""Puts events of canvases between the server-sent events of a stream: never inside of an event, and
+never after the last one. The stream may come in pieces that are cut anywhere. Its own events are
+sent on whole."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 class InterleavedStream:
-    """One stream of an answer. Canvases are sent between `start` and `close`, which must be called
-    however the stream ends."""
+    """One stream of an answer, with its canvases. Canvases are sent between `start` and `close`.
+    `close` must be called however the stream ends."""
 
     def __init__(
         self,
@@ -26,28 +26,30 @@ class InterleavedStream:
         grace_s: float = 1.0,
     ) -> None:
         """Makes a stream that passes bytes to `send`, with the canvases of `feed` as `format_event`
-        writes them. Nothing is sent yet. `grace_s`: how long, in seconds, the end of the stream
-        waits for the last canvases, which come through another socket."""
+        writes them. Sends nothing yet. The end of the stream waits at most `grace_s` seconds for
+        the last canvases, which come through another socket."""
         self._send, self._feed, self._format_event = send, feed, format_event
         self._grace_s = grace_s
         self._incomplete = b""
         self._lock = asyncio.Lock()  # held while something is sent
-        self._is_done = False  # the last events have been sent
+        self._is_done = False  # whether the last events of the stream have been sent
         self._canvases: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts to send canvases."""
+        """Starts a task that sends canvases as they come. Call it once, after the response's
+        headers."""
         self._canvases = asyncio.create_task(self._send_canvases())
 
     async def close(self) -> None:
-        """Stops sending canvases."""
+        """Stops sending canvases, and waits until the task has ended. Its errors are dropped."""
         if self._canvases is not None:
             self._canvases.cancel()
             # Errors of a client that has left are raised where the answer is sent.
             await asyncio.gather(self._canvases, return_exceptions=True)
 
     async def forward(self, piece: bytes) -> None:
-        """Sends the events that are complete with this piece of the stream."""
+        """Sends the events that are complete with this piece of the stream, and keeps the rest for
+        the next piece. Before the event that ends the stream, sends the remaining canvases."""
         data = self._incomplete + piece
         end = data.rfind(_END) + len(_END) if _END in data else 0
         complete, self._incomplete = data[:end], data[end:]
@@ -63,7 +65,8 @@ class InterleavedStream:
             await self._send_locked(complete)
 
     async def end(self) -> None:
-        """Sends the rest, when no more pieces come."""
+        """Sends the incomplete rest, when no more pieces come. Unless the stream has had its last
+        event, sends the remaining canvases first."""
         rest, self._incomplete = self._incomplete, b""
         if not self._is_done:
             await self._finish(rest)
@@ -71,7 +74,8 @@ class InterleavedStream:
             await self._send_locked(rest)
 
     async def _finish(self, rest: bytes) -> None:
-        """Sends the remaining canvases and then `rest`, the last events of the stream."""
+        """Waits up to `grace_s` seconds for the feed to end. Then sends its remaining canvases and
+        after them `rest`, the last events of the stream."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 await self._feed.wait_until_ended()
@@ -83,11 +87,12 @@ class InterleavedStream:
                 await self._send(rest)
 
     async def _send_locked(self, data: bytes) -> None:
+        """Sends bytes while no canvas is being sent."""
         async with self._lock:
             await self._send(data)
 
     async def _send_canvases(self) -> None:
-        """Sends canvases as they come, until the stream is done; a task."""
+        """Sends canvases as they come, until the stream is done or `close` cancels this task."""
         while not self._is_done:
             await self._feed.wait_for_canvas()
             async with self._lock:
@@ -97,7 +102,8 @@ class InterleavedStream:
 
 
 def _find_done(events: bytes) -> int | None:
-    """Returns where the event that ends the stream begins; None if it is not among the events."""
+    """Returns the index in `events` at which the event begins that ends the stream; None if that
+    event is not in them."""
     if events.startswith(DONE):
         return 0
     found = events.find(_END + DONE)

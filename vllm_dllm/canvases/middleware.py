@@ -1,6 +1,5 @@
-"""Middleware of vLLM's two streaming routes: asks the engine for the canvases that a request wants,
-and puts them into its stream. So a client sees the canvases of its own requests alone.
-"""
+"""Middleware of vLLM's two streaming routes. It asks the engine for the canvases that a request
+wants, and puts them into the request's own stream. So no client sees the canvases of others."""
 
 import json
 import time
@@ -21,18 +20,18 @@ from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 
 TokenTexts = Callable[[list[int]], list[str]]
-"""Token ids -> the text of each."""
+"""Token ids -> the text of each token."""
 OBJECT = "vllm_dllm.canvas"
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
-"""Route -> how the ids of its chunks begin."""
+"""Route -> the beginning of its chunks' ids."""
 RawHeaders = list[tuple[bytes, bytes]]
 
 
 class RefusedError(ValueError):
-    """A request that is refused with HTTP 400."""
+    """Says why a request is refused with HTTP 400."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the error as vLLM writes it in an answer."""
+        """Returns the error as the object that vLLM has under `error` in an answer."""
         text = str(self)
         return {"message": text, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
 
@@ -41,12 +40,13 @@ class RefusedError(ValueError):
 class WatchedRequest:
     """A request that asks for its canvases."""
 
-    body: dict[str, Any]
+    body: dict[str, Any]  # as the client sent it
     chunk_id: str  # `id` of vLLM's chunks and of ours
-    headers: RawHeaders  # with an X-Request-Id, from which vLLM makes the id
+    headers: RawHeaders  # with an X-Request-Id, from which vLLM makes `chunk_id`
 
     def body_with_feed(self, feed: str) -> bytes:
-        """Returns the body for vLLM, in which the name of a feed replaces the request's key."""
+        """Returns the body for vLLM as JSON: `diffusion_stream_canvases` is replaced by the name of
+        a feed."""
         extra = {k: v for k, v in self.body["vllm_xargs"].items() if k != STREAM_CANVASES}
         return json.dumps(self.body | {"vllm_xargs": extra | {FEED: feed}}).encode()
 
@@ -57,8 +57,12 @@ def read_request(
     body: bytes,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> WatchedRequest | None:
-    """Returns the request if it asks for canvases; None for all others, and for those whose body
-    vLLM will refuse. Raises RefusedError if it asks for canvases that cannot be sent."""
+    """Returns the request if it asks for canvases. Returns None if it asks for none, or if its body
+    is no JSON, which vLLM refuses. `new_id` makes the id of a request that has none.
+
+    Raises:
+        RefusedError: the request asks for canvases, but is not a stream of one answer.
+    """
     if STREAM_CANVASES.encode() not in body:
         return None
     try:
@@ -100,17 +104,18 @@ def _check_request(request: dict[str, Any]) -> None:
 
 
 class CanvasStreams:
-    """The middleware, in pure ASGI."""
+    """The middleware, in pure ASGI, which sends canvases to the clients that ask for them."""
 
     def __init__(
         self,
         app: ASGIApp,
-        source: Callable[[], tuple[CanvasHub, TokenTexts] | None],  # None: no diffusion model
+        source: Callable[[], tuple[CanvasHub, TokenTexts] | None],  # returns None: no canvases
     ) -> None:
         self._app, self._source = app, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on to vLLM, with its canvases in the answer if it asks for them."""
+        """Passes a request on to vLLM, and adds its canvases to the answer if it asks for them.
+        Answers itself with HTTP 400 if it asks for canvases that cannot be sent."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or path not in PREFIXES:
             return await self._app(scope, receive, send)
@@ -145,10 +150,12 @@ class CanvasStreams:
         feed: Feed,
         texts: TokenTexts,
     ) -> None:
-        """Has vLLM answer the request, and puts its canvases into the stream."""
+        """Has vLLM answer the request, and puts the canvases of `feed` into the stream. An answer
+        that is no event stream, such as an error, is passed on unchanged."""
         created = int(time.time())
 
         def format_event(canvas: dict[str, Any]) -> bytes:
+            """Returns a canvas, with the text of each token, as a server-sent event."""
             event: dict[str, Any] = {
                 "id": watched.chunk_id,
                 "object": OBJECT,
@@ -166,6 +173,8 @@ class CanvasStreams:
         is_stream = False  # an error is not
 
         async def send_with_canvases(message: Message) -> None:
+            """Passes vLLM's messages on. Those of an event stream go through `stream`, which adds
+            canvases."""
             nonlocal is_stream
             if message["type"] == "http.response.start":
                 is_stream = message["status"] == 200 and _is_event_stream(message)
@@ -187,12 +196,13 @@ class CanvasStreams:
 
 
 def _is_event_stream(start: Message) -> bool:
+    """Returns whether the start of a response announces server-sent events."""
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that returns the body in one message, and then what really comes, such as
-    a disconnect of the client."""
+    """Returns a `receive` that first returns `body` in one message. After that it returns what
+    really comes, such as a disconnect of the client."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

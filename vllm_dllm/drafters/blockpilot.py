@@ -2,12 +2,12 @@
 
 The input is the target's raw logits at the last prompt position, as in the paper ("BlockPilot:
 Instance-Adaptive Policy Learning for Diffusion-based Speculative Decoding", program
-AMAP-ML/BlockPilot). The output is a score for each of a few block sizes near the one the drafter
-was trained with. A block size counts the anchor, so it drafts one token fewer.
+AMAP-ML/BlockPilot). The output is a score for each of a few block sizes near the one that the
+drafter was trained with. A block size counts the anchor, so the draft has one token fewer.
 
-There are two variants. `full` is the paper's: a matrix from the vocabulary to 2048, a second,
-residual one, and the scores. The first matrix takes 0.63 GB in bf16 for a vocabulary of 151,936.
-`small` gets 18 numbers instead (see `summarize_logits`) and takes kilobytes.
+There are two variants. `full` is the paper's: a matrix from the vocabulary to 2048, a residual one,
+and a third for the scores. The first matrix takes 0.63 GB in bf16 for a vocabulary of 151,936.
+`small` gets 18 numbers instead of the logits (see `summarize_logits`) and takes kilobytes.
 """
 
 import json
@@ -24,26 +24,30 @@ from torch import Tensor, nn
 HIDDEN_SIZES = {"full": 2048, "small": 64}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-TOP_K = 16  # probabilities that the small variant gets
+TOP_K = 16  # the largest probabilities, which the small variant gets
 DROPOUT = 0.2
 
 
 class PredictorError(ValueError):
-    """A predictor is missing, or is for another target or drafter; one line for the user."""
+    """A predictor is missing, or is for another target or drafter. The message is one line for the
+    user."""
 
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """The predictor's config.json."""
+    """The contents of the predictor's config.json. Raises PredictorError for values that cannot be
+    used."""
 
     variant: str  # a key of HIDDEN_SIZES
-    vocab_size: int  # of the target's logits
+    vocab_size: int  # V, of the target's logits
     block_sizes: tuple[int, ...]
     """The block sizes that it chooses from, ascending; each counts the anchor."""
-    trained_block_size: int  # of the drafter: no block is larger
-    hidden_size: int
+    trained_block_size: int  # the drafter's, anchor included: no block is larger
+    hidden_size: int  # of the network's two hidden layers
 
     def __post_init__(self) -> None:
+        """Raises PredictorError for an unknown variant, or for block sizes or a vocabulary that do
+        not fit."""
         if self.variant not in HIDDEN_SIZES:
             raise PredictorError(
                 f"expected a predictor variant of {', '.join(HIDDEN_SIZES)}, got {self.variant!r}"
@@ -63,14 +67,16 @@ class PredictorConfig:
 
     @property
     def num_inputs(self) -> int:
-        """The width of the network's input."""
+        """The number of the network's inputs for one request."""
         return self.vocab_size if self.variant == "full" else TOP_K + 2
 
 
 class BlockPilot(nn.Module):
-    """The network that scores block sizes."""
+    """The network that scores block sizes, from logits of the target at the last prompt
+    position."""
 
     def __init__(self, config: PredictorConfig):
+        """Makes a network with random weights, and zero biases in its hidden layers."""
         super().__init__()
         self.config = config
         self.first = nn.Linear(config.num_inputs, config.hidden_size)
@@ -90,22 +96,22 @@ class BlockPilot(nn.Module):
         logits: Tensor,  # [rows, V] of the target, any float type
     ) -> Tensor:
         """Returns the network's inputs [rows, num_inputs] in the weights' dtype: the logits
-        themselves, or their scaled summary."""
+        themselves, or for the small variant their scaled summary."""
         dtype = self.first.weight.dtype
         if self.config.variant == "full":
             return logits.to(dtype)
         return ((summarize_logits(logits) - self.shift) * self.scale).to(dtype)
 
     def fit_input_scale(self, logits: Tensor) -> None:
-        """Sets the small variant's scaling of inputs so that they have mean 0 and standard
-        deviation 1 over these logits [rows, V]."""
+        """Sets the scaling of the small variant's inputs, so that they have mean 0 and standard
+        deviation 1 over `logits` [rows, V]. Does nothing for the full variant."""
         if self.config.variant == "small":
             seen = summarize_logits(logits)
             self.shift = seen.mean(0)
             self.scale = 1 / seen.std(0).clamp_min(1e-3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Returns the scores [rows, block sizes] of the result of `make_inputs`."""
+        """Returns scores [rows, block sizes] for `inputs` [rows, num_inputs] from `make_inputs`."""
         hidden = self.dropout(self.first(inputs).relu())
         hidden = hidden + self.dropout(self.second(hidden).relu())
         return self.scores(hidden)
@@ -115,14 +121,14 @@ class BlockPilot(nn.Module):
         self,
         logits: Tensor,  # [rows, V] at the last prompt positions
     ) -> Tensor:
-        """Returns [rows] int64, on the logits' device: how many tokens to draft (the chosen block
-        size without its anchor)."""
+        """Returns [rows] int64, on the logits' device: the tokens to draft, which is the best block
+        size without its anchor. Does not wait for the device."""
         return self.drafted[self(self.make_inputs(logits)).argmax(-1)]
 
 
 def summarize_logits(logits: Tensor) -> Tensor:
-    """Returns [rows, TOP_K + 2] fp32 of [rows, V]: the largest probabilities, the entropy in nats,
-    and the best logit's lead over the second."""
+    """Returns [rows, TOP_K + 2] fp32 for logits [rows, V]: the TOP_K largest probabilities, the
+    entropy in nats, and the best logit's lead over the second."""
     logits = logits.float()
     log_total = logits.logsumexp(-1, keepdim=True)
     top = logits.topk(TOP_K, dim=-1).values
@@ -134,7 +140,7 @@ def summarize_logits(logits: Tensor) -> Tensor:
 
 
 def save_predictor(predictor: BlockPilot, path: Path) -> None:
-    """Writes config.json and the weights into `path`."""
+    """Writes config.json and the weights into the folder `path`, and makes the folder if needed."""
     path.mkdir(parents=True, exist_ok=True)
     config = {"predictor": "blockpilot", **asdict(predictor.config)}
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
@@ -151,8 +157,11 @@ def load_predictor(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,  # None: as stored
 ) -> BlockPilot:
-    """Loads a predictor for serving. Raises PredictorError if it is missing, or was made for
-    another target or drafter."""
+    """Returns the predictor in the folder `path`, in eval mode.
+
+    Raises:
+        PredictorError: it is missing, or was made for another target or drafter.
+    """
     config_file = path / CONFIG_FILE
     if not config_file.is_file():
         raise PredictorError(
@@ -185,10 +194,10 @@ def load_predictor(
 
 class PredictedWidths(Mapping[str, int]):
     """The predicted widths of requests, by request id, while they are copied from the device.
-    Reading them waits for the copy, and so does sending them to another process."""
+    Reading a width waits for the copy, and so does sending them to another process."""
 
     def __init__(self, request_ids: list[str], widths: torch.Tensor) -> None:
-        """Starts to copy `widths` [num_reqs] int64."""
+        """Starts to copy `widths` [num_reqs] int64 to the host, and does not wait for the copy."""
         self._request_ids = request_ids
         self._widths = widths.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if widths.is_cuda else None
@@ -197,7 +206,7 @@ class PredictedWidths(Mapping[str, int]):
 
     @cached_property
     def _known(self) -> dict[str, int]:
-        """The widths by request id; waits for the copy."""
+        """The widths by request id. The first use waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return dict(zip(self._request_ids, self._widths.tolist(), strict=True))
@@ -212,4 +221,5 @@ class PredictedWidths(Mapping[str, int]):
         return len(self._request_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Has `pickle` write a plain dict, for which it waits for the copy."""
         return dict, (self._known,)

@@ -1,7 +1,7 @@
 """Keeps the verified blocks of a serving drafter on disk, to train the drafter on them later.
 
 The buffer is a folder of shards, with one JSON object per line. Serving never waits: a thread
-writes the blocks, and blocks that the queue or the disk cannot take are dropped, counted and logged
+writes the blocks. Blocks that the queue or the disk cannot take are dropped, counted and logged
 once. Above `max_bytes` the oldest shard is deleted. No reader sees half a line: a failed write is
 undone, and readers skip the last line of a process that was killed.
 """
@@ -19,19 +19,20 @@ from vllm_dllm.config.files import OWNER_ONLY_FOLDER, LineFile, check_folder
 
 logger = logging.getLogger(__name__)
 
-NUM_SHARDS = 8  # that share max_bytes; the oldest one is deleted as a whole
-QUEUE_LENGTH = 1024  # blocks on their way to the disk
+NUM_SHARDS = 8  # shards that share max_bytes; the oldest one is deleted as a whole
+QUEUE_LENGTH = 1024  # the most blocks that wait for the thread
 PATTERN = "blocks-*.jsonl"
 _NUMBER = re.compile(r"blocks-(\d+)")
 
 
 class BlockBuffer:
-    """Writes blocks to the folder in a thread of its own. `add_block` may be called by one thread
-    at a time."""
+    """Writes blocks to a folder in a thread of its own. Only one thread at a time may call
+    `add_block`."""
 
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
-        """Keeps one block in `every`. Several processes may share `path`. Raises ValueError if
-        `max_bytes` is too small, or the folder cannot be written."""
+        """Makes the folder `path` and starts the thread. One block in `every` is kept. Several
+        processes may share `path`. Raises ValueError if `max_bytes` or `every` is too small, or the
+        folder cannot be written."""
         if max_bytes < NUM_SHARDS or every < 1:
             raise ValueError(
                 f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
@@ -53,12 +54,13 @@ class BlockBuffer:
 
     def add_block(
         self,
-        request_tokens: Sequence[int],  # prompt and answer; tokens after the block are not kept
-        start: int,  # index of the block's anchor
-        accepted: int,  # drafted tokens that the target accepted
+        request_tokens: Sequence[int],  # prompt and answer; tokens after the block are left out
+        start: int,  # index of the block's anchor in `request_tokens`
+        accepted: int,  # number of drafted tokens that the target accepted
     ) -> None:
-        """Queues a verified block: the tokens up to the bonus token, which the target put after
-        the accepted ones. Neither waits nor raises."""
+        """Queues a verified block: the tokens up to the bonus token, which the target put after the
+        accepted ones. Neither waits nor raises: a block that the full queue cannot take is
+        dropped."""
         self._seen += 1
         if self._seen % self._every:
             return
@@ -68,12 +70,12 @@ class BlockBuffer:
             self._count_dropped("the queue is full: blocks come faster than they are written")
 
     def close(self) -> None:
-        """Writes what is queued and stops."""
+        """Waits until all queued blocks are written, and stops the thread."""
         self._queue.put(None)
         self._thread.join()
 
     def _write_blocks(self) -> None:
-        """Writes queued blocks until `close`; the thread's function."""
+        """Writes queued blocks until `close`. The thread runs this function."""
         while (block := self._queue.get()) is not None:
             tokens, start, accepted = block
             row = {"tokens": tokens, "anchor": start, "accepted": accepted}
@@ -87,8 +89,8 @@ class BlockBuffer:
                 self._count_dropped(f"cannot write to {self.path}: {error}")
 
     def _append_line(self, line: bytes) -> None:
-        """Writes a line to the current shard, or to a new one if it does not fit. Raises
-        OSError."""
+        """Writes a line to the current shard, or to a new one if it does not fit. Raises OSError if
+        the disk does not take it."""
         shard_size = self.max_bytes // NUM_SHARDS
         shard = self._shard
         # Only the last line of a file may be cut.
@@ -98,7 +100,8 @@ class BlockBuffer:
         self._shard_bytes += len(line)
 
     def _open_shard(self) -> LineFile:
-        """Opens a new shard, and deletes old ones to make room for it."""
+        """Closes the current shard, opens and returns a new one, and deletes old ones to make room
+        for it."""
         self.path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
         found = (_NUMBER.match(shard.name) for shard in self.path.glob(PATTERN))
         number = max((int(match[1]) for match in found if match), default=0) + 1
@@ -110,7 +113,7 @@ class BlockBuffer:
         return shard
 
     def _delete_oldest_shards(self) -> None:
-        """Deletes the oldest shards until the new one may be filled."""
+        """Deletes the oldest shards until there is room for one more full shard."""
         shards = sorted(self.path.glob(PATTERN))
         used = sum(shard.stat().st_size for shard in shards) + self.max_bytes // NUM_SHARDS
         for shard in shards:
@@ -120,7 +123,7 @@ class BlockBuffer:
             shard.unlink()
 
     def _count_dropped(self, reason: str) -> None:
-        """Counts a dropped block, and logs the first one of each reason."""
+        """Counts a dropped block, and logs the first block of each reason."""
         self.dropped += 1
         kind = reason.split(":")[0]
         if kind not in self._warned:

@@ -7,16 +7,16 @@ import torch
 
 @dataclass(frozen=True)
 class Context:
-    """The context of n tokens, from which a drafter computes their keys and values."""
+    """What a drafter needs of n tokens to compute its keys and values for them."""
 
-    states: torch.Tensor  # [n, num_layers * hidden_size] of the target, layers side by side
+    states: torch.Tensor  # [n, num_layers * hidden_size], the target's, layers side by side
     positions: torch.Tensor  # [n] int64
-    slots: torch.Tensor  # [num_groups, n] int64, slot mapping of the drafter's KV cache
+    slots: torch.Tensor  # [num_groups, n] int64, places in the drafter's KV cache
 
 
 class PendingContext:
-    """The context of at most `capacity` tokens that no draft needs yet. Its buffers are allocated
-    when the first tokens come."""
+    """Buffers for the context of at most `capacity` tokens that no draft needs yet. They are
+    allocated with the first tokens, on the device of these."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -25,7 +25,7 @@ class PendingContext:
 
     @property
     def room(self) -> int:
-        """How many more tokens fit."""
+        """The number of tokens that still fit."""
         return self.capacity - self._num_tokens
 
     def append(
@@ -34,7 +34,7 @@ class PendingContext:
         positions: torch.Tensor,  # [n] int64
         slots: torch.Tensor,  # [num_groups, n] int64
     ) -> None:
-        """Copies the context of n tokens after the others."""
+        """Copies the context of n tokens behind the tokens that are in the buffers."""
         if self._buffers is None:
             width = sum(each.shape[-1] for each in states)
             self._buffers = Context(
@@ -49,7 +49,7 @@ class PendingContext:
         self._num_tokens = added.stop
 
     def pop_all(self) -> Context | None:
-        """Empties the buffers, and returns views of what was in them, which the next `append`
+        """Empties the buffers. Returns views of what was in them, which the next `append`
         overwrites; None if they were empty."""
         if self._buffers is None or self._num_tokens == 0:
             return None

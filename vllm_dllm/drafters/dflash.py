@@ -1,9 +1,9 @@
 """vLLM's DFlash speculator with a draft width for each request, which the scheduler chooses.
 
 A step's draft is one forward of the drafter over a block per request: the token sampled last (the
-anchor), followed by mask tokens. The drafter's keys and values for earlier tokens are computed from
-the target's hidden states even for requests without drafts, so that drafting can resume at any
-time; in bulk then, and not beyond the longest context that is drafted for.
+anchor) and mask tokens. Keys and values of earlier tokens are computed from the target's hidden
+states, also for requests without drafts, so that drafting can resume at any time. That is done in
+bulk, and only up to the longest context that is drafted for.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,11 +31,11 @@ from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 logger = init_logger(__name__)
 
-PENDING_TOKENS = 256
+PENDING_TOKENS = 256  # context that may wait for a draft, see `PendingContext`
 
 
 class WidthDFlashSpeculator(DFlashHooks):
-    """The speculator of targets with a DFlash drafter."""
+    """The speculator of a DFlash drafter. Raises ValueError if drafter or settings do not fit."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
@@ -70,7 +70,7 @@ class WidthDFlashSpeculator(DFlashHooks):
         # With a KV connector, others may read the cache at any time.
         connected = vllm_config.kv_transfer_config is not None
         self._pending = PendingContext(capacity=0 if connected else PENDING_TOKENS)
-        # Tokens of a request whose context is stored; with room for rejected drafts.
+        # The most tokens of a request whose context is stored, with room for rejected drafts.
         limit = context_limit(config, draft, target.max_model_len)
         self._num_context = limit + self.num_speculative_steps + 1
         # [max_num_reqs] int32, read by the captured graph: tokens to draft for each request.
@@ -83,8 +83,8 @@ class WidthDFlashSpeculator(DFlashHooks):
 
     @torch.inference_mode()
     def step_begins(self, output: SchedulerOutput, widths: dict[str, int]) -> None:
-        """Prepares for the step that `output` schedules. `widths`: tokens to draft after it for
-        each of its requests, 0 for none."""
+        """Prepares for the step that `output` schedules. `widths` has the tokens to draft after the
+        step for each of its requests, 0 for none."""
         # Cache blocks change hands, or are found by other requests, only when requests change.
         come = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         if come or widths.keys() != self._widths.keys():
@@ -116,7 +116,7 @@ class WidthDFlashSpeculator(DFlashHooks):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Returns the drafts [num_reqs, num_speculative_tokens] int64. The arguments are vLLM's.
-        Rows of requests without a draft are undefined."""
+        Rows of requests without a draft have undefined values."""
         inputs = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
         # Ranks of data parallelism draft together.
         if dummy_run or self.dp_size > 1:
@@ -153,8 +153,8 @@ class WidthDFlashSpeculator(DFlashHooks):
         drafts_follow: bool,
     ) -> None:
         """Stores the context of this step's tokens in the KV cache, or keeps it until a draft needs
-        it. Tokens beyond the longest context that is drafted for are skipped. All tokens before are
-        stored, since another request may find them in the prefix cache."""
+        it. Skips tokens beyond the longest context that is drafted for. Stores all earlier ones,
+        since another request may find them in the prefix cache."""
         counts = input_batch.num_scheduled_tokens
         stored = np.clip(self._num_context - input_batch.num_computed_tokens_np, 0, counts)
         chosen = None
@@ -181,13 +181,13 @@ class WidthDFlashSpeculator(DFlashHooks):
             self._pending.append(states, positions, slots)
 
     def _store_pending(self) -> None:
-        """Stores the context that was kept."""
+        """Computes the keys and values of the context that was kept, into the KV cache."""
         if (context := self._pending.pop_all()) is not None:
             self.store_context(context.states, context.positions, context.slots)
 
     def _have_stopped(self, input_batch: InputBatch, num_sampled: torch.Tensor) -> np.ndarray:
-        """Returns [num_reqs] bool: requests that a stop token of this step has ended. On a GPU,
-        whose tokens the host would have to wait for, none."""
+        """Returns [num_reqs] bool: requests that a stop token of this step has ended. On a GPU all
+        are False, since the host would have to wait for the tokens."""
         ended = np.zeros(input_batch.num_reqs, dtype=bool)
         if self.device.type != "cpu":
             return ended
@@ -224,7 +224,7 @@ class WidthDFlashSpeculator(DFlashHooks):
         return drafts
 
     def _predict_widths(self, input_batch: InputBatch, hidden_states: torch.Tensor) -> None:
-        """Predicts the draft widths of the requests whose prefill this step has finished."""
+        """Predicts the widths of requests whose prefill ends with this step, without waiting."""
         assert self._predictor is not None
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prefilled = input_batch.is_prefilling_np & (ends >= input_batch.prefill_len_np)
@@ -258,7 +258,7 @@ def read_drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
 
 
 def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
-    """Raises DrafterMismatch if blocks would be wider than those the drafter was trained with."""
+    """Raises DrafterMismatch if the drafter's own blocks are narrower than `num_drafted` needs."""
     if layout.block_size is not None and num_drafted > layout.block_size - 1:
         raise DrafterMismatch(
             f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
@@ -268,9 +268,9 @@ def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
 
 
 def set_draft_window(draft_model_config: Any, window: int) -> None:
-    """Changes the drafter's configuration so that it sees the last `window` tokens and its block.
-    vLLM then manages its cache like that of other layers with a sliding window. Raises ValueError
-    if the drafter was made for a narrower window."""
+    """Changes the drafter's configuration in place: it sees the last `window` tokens and its block.
+    vLLM manages its cache like that of layers with a sliding window. Raises ValueError if the
+    drafter was made for a narrower window."""
     hf_config = draft_model_config.hf_config
     settings = dict(getattr(hf_config, "dflash_config", None) or {})
     own = settings.get("swa_window_size") or getattr(hf_config, "sliding_window", None)

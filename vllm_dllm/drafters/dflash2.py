@@ -7,11 +7,12 @@ from vllm_dllm.compat.dflash import DFlash2Hooks
 from vllm_dllm.drafters.dflash import read_drafter_config
 from vllm_dllm.drafters.layout import check_drafter
 
-KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash2 only
 
 
 class CheckedDFlash2Speculator(DFlash2Hooks):
-    """Raises DrafterMismatch if the drafter's config is not complete or does not fit the target."""
+    """vLLM's DFlash2 speculator. Raises DrafterMismatch if the drafter's config is not complete or
+    does not fit the target."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config

@@ -1,9 +1,10 @@
 """Reads the config of a DFlash drafter, and checks that the drafter fits its target.
 
-Drafters come in two layouts. z-lab's keep `dflash_config` next to Qwen3's own fields; RedHatAI's,
-written by the `speculators` library, keep those under `transformer_layer_config` and count the
-target's layers from the embedding, so that its `aux_hidden_state_layer_ids` are one higher than
-`target_layer_ids`. Layer ids here are z-lab's: i is the output of the target's layer i, from 0.
+Drafters come in two layouts. Those of z-lab have `dflash_config` next to Qwen3's own fields. Those
+of RedHatAI, written by the `speculators` library, have Qwen3's fields under
+`transformer_layer_config`. They count the target's layers from the embedding: their
+`aux_hidden_state_layer_ids` are one higher than `target_layer_ids`. Layer ids here are z-lab's: i
+is the output of the target's layer i, from 0.
 
 A block has one slot more than it drafts tokens: the anchor.
 """
@@ -12,33 +13,33 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PADDING = 1024  # tokens that a target's vocabulary may be padded by beyond its drafter's
+PADDING = 1024  # a target's vocabulary may have as many tokens more than its drafter's
 
 
 class DrafterMismatch(ValueError):
-    """Drafter, target and settings do not belong together; one line for the user."""
+    """Drafter, target and settings do not fit together. The message is one line for the user."""
 
 
 @dataclass(frozen=True)
 class DrafterLayout:
-    """The parts of a drafter's config that must fit something else."""
+    """The parts of a drafter's config that its target or the settings must fit."""
 
     num_layers: int
-    block_size: int | None  # None, here and below: the config does not say
+    block_size: int | None  # slots, the anchor included; None, here and below: not in the config
     mask_token_id: int
-    target_layer_ids: tuple[int, ...] | None
-    hidden_size: int  # of the target's states
+    target_layer_ids: tuple[int, ...] | None  # from 0; the drafter reads their outputs
+    hidden_size: int  # of the target's hidden states
     vocab_size: int  # of the target
-    num_target_layers: int | None
+    num_target_layers: int | None  # of the target
 
 
 def read_layout(
     config: Mapping[str, Any],  # a drafter's config.json, in either layout
-    name: str,
+    name: str,  # of the drafter, for errors
     needed: Collection[str] = (),  # more keys that a drafter of this kind has
 ) -> DrafterLayout:
-    """Reads a drafter's config. Raises DrafterMismatch if it is not that of a DFlash drafter, or
-    not complete."""
+    """Returns the layout that a drafter's config describes. Raises DrafterMismatch if the config is
+    not that of a DFlash drafter, or not complete."""
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
@@ -72,14 +73,14 @@ def read_layout(
 def check_drafter(
     drafter_config: Mapping[str, Any],
     target_config: Mapping[str, Any],  # the target's config.json
-    drafter: str,  # names or paths
+    drafter: str,  # name or path, for errors, as is `target`
     target: str,
     needed: Collection[str] = (),  # keys, as in `read_layout`
 ) -> DrafterLayout:
-    """Returns the drafter's layout.
+    """Returns the drafter's layout, if the drafter fits the target.
 
     Raises:
-        DrafterMismatch: the drafter does not fit the target; names all differences.
+        DrafterMismatch: the drafter does not fit the target; the message has all differences.
     """
     layout = read_layout(drafter_config, drafter, needed)
     text = target_config.get("text_config") or target_config

@@ -12,10 +12,11 @@ from vllm_dllm.quantization.complete_weights import CompleteWeights
 
 
 class CompleteDrafter(DFlashQwen3ForCausalLM):
-    """vLLM's DFlash model that refuses incomplete weights."""
+    """vLLM's DFlash model, which also refuses incomplete weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the weights. Raises ValueError if one is missing that the target does not share."""
+        """Loads the weights. Raises ValueError if a weight is missing that the target does not
+        share."""
         names = WeightsMapper(
             orig_to_new_prefix={"": "model."},
             orig_to_new_substr=self.model.hf_to_vllm_mapper.orig_to_new_substr,

@@ -25,10 +25,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine") -> list[int]:
-    """Returns how many positions each step reveals: at least one, and `num_masked` in all.
+    """Returns the number of positions that each of `num_steps` steps reveals: at least one each,
+    and `num_masked` in all.
 
     Raises:
-        ValueError: for an unknown schedule, or more steps than positions.
+        ValueError: the schedule is unknown, or there are more steps than positions.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {schedule!r}")
@@ -44,12 +45,13 @@ def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine")
 
 
 def choose_revealed(
-    confidence: Tensor,  # [num_reqs, block] floats, of the token guessed at each position
-    masked: Tensor,  # [num_reqs, block] bool
+    confidence: Tensor,  # [num_reqs, block] floats, in the token guessed at each position
+    masked: Tensor,  # [num_reqs, block] bool, positions that may be revealed
     count: int | Tensor,  # positions to reveal of each request, [num_reqs] int64 if they differ
 ) -> Tensor:
     """Returns [num_reqs, block] bool: the `count` masked positions of each request with the highest
-    confidence, of equal ones the first; all if there are no more."""
+    confidence. Among equal positions the first are chosen. All masked positions are chosen if there
+    are no more than `count`."""
     lowest = torch.finfo(confidence.dtype).min
     ranked = torch.where(masked, confidence.clamp_min(lowest), -math.inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)

@@ -27,9 +27,12 @@ logger = init_logger(__name__)
 
 
 class _DraftWidthMixin(drafting.DraftSchedulerHooks):
-    """The part of both schedulers that chooses widths."""
+    """The part of both schedulers that chooses draft widths. Methods without an underscore
+    implement the hooks of `DraftSchedulerHooks`."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
+        """Reads the settings `drafter`, and starts the thread of the buffer if there is one. Ends
+        the engine's process when its parent ends. The arguments are vLLM's."""
         end_with_parent()  # this is the engine's process
         super().__init__(*args, **kwargs)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config).drafter
@@ -44,7 +47,7 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
             )
         self._clock = StepClock()
         self._just_verified: str | None = None
-        self._draft_widths: dict[str, int] = {}  # by request: sent with its last scheduled step
+        self._draft_widths: dict[str, int] = {}  # request id -> width sent with its last step
         logger.info(
             "Verifying at most %d of %d drafted tokens per request (width policy: %s), for "
             "requests of up to %d tokens (drafter.max_context).",
@@ -55,24 +58,24 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         )
 
     def max_useful_width(self, request: Request) -> int:
-        """Returns how many drafts `request` can use. The target adds one token of its own to those
-        it accepts."""
+        """Returns how many drafted tokens `request` can use, 0 beyond `drafter.max_context`. The
+        target adds one token of its own to the drafts that it accepts."""
         if request.num_tokens > self._max_context:
             return 0
         return max(request.max_tokens - request.num_output_tokens - 1, 0)
 
     def draft_width(self, request: Request) -> int:
-        """Returns the width of the next draft of `request`."""
+        """Returns how many tokens to draft next for `request`."""
         width = self._policy.width(request.request_id, len(self.running))
         return min(width, self.max_useful_width(request))
 
     def verified_width(self, request: Request) -> int:
-        """Returns how many drafts of `request` the next step verifies: no more than were drafted,
-        even if the policy has a wider width by now."""
+        """Returns how many drafts of `request` the next step verifies. These are no more than were
+        drafted, even if the policy has chosen a wider width since then."""
         return min(self._draft_widths.get(request.request_id, 0), self.draft_width(request))
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Adds to a step how many tokens to draft after it for each request: none during a
+        """Adds to `output` how many tokens to draft after the step for each request; 0 during a
         prefill."""
         scheduled = output.num_scheduled_tokens
         requests = {request_id: self.requests[request_id] for request_id in scheduled}
@@ -90,27 +93,31 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         self._clock.step_scheduled(describe_step(output, widths), scheduled)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """Tells the policy how many drafts the target has accepted."""
         self._policy.draft_verified(request_id, num_drafts, num_accepted)
         self._just_verified = request_id
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """Keeps the emitted tokens in the buffer if they are those of a verification: these come
-        right after `drafts_verified`."""
+        """Adds the emitted tokens to the buffer if they come from a verification, right after
+        `drafts_verified` of the same request."""
         if self._buffer is not None and self._just_verified == request.request_id:
             anchor = request.num_tokens - block_length - 1
             self._buffer.add_block(request.all_token_ids, anchor, block_length - 1)
         self._just_verified = None
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
+        """Adds the tokens that an ended request keeps of its last block to the buffer."""
         if num_kept > 0:
             self.block_emitted(request, num_kept)
 
     def shutdown(self) -> None:
+        """Writes the rest of the buffer, and shuts down vLLM's scheduler."""
         if self._buffer is not None:
             self._buffer.close()
         super().shutdown()
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
+        """Tells the policy which widths the worker has predicted, and how long the step took."""
         for request_id, width in drafting.predicted_widths(output).items():
             if request_id in self.requests:
                 self._policy.width_predicted(request_id, width)
@@ -118,12 +125,14 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
             self._policy.step_timed(*timed)
 
     def request_freed(self, request: Request) -> None:
+        """Forgets an ended request."""
         self._draft_widths.pop(request.request_id, None)
         self._policy.request_ended(request.request_id)
 
 
 def describe_step(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
-    """Returns the size of the step that `output` schedules, followed by drafts of `widths`."""
+    """Returns the size of the step that `output` schedules. Drafts of `widths` tokens follow it, by
+    request id."""
     drafts = output.scheduled_spec_decode_tokens
     num_rows = num_prefilled = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -136,16 +145,19 @@ def describe_step(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
 
 class DraftWidthScheduler(_DraftWidthMixin, drafting.StockScheduler):
     """The scheduler without asynchronous scheduling. It spares the engine a round trip to the
-    worker after each step: it knows how many tokens are drafted, and needs to know which only if a
-    grammar constrains them."""
+    worker after each step, since it knows how many tokens are drafted. Only a grammar needs to know
+    which tokens these are."""
 
     _knows_drafts = False
 
     @property
     def knows_draft_tokens(self) -> bool:
+        """Whether the engine may go on without asking the worker for the drafted tokens."""
         return self._knows_drafts
 
     def output_processed(self, output: SchedulerOutput) -> None:
+        """Gives requests placeholders for their drafts, unless a grammar needs the drafted
+        tokens."""
         self._knows_drafts = not output.has_structured_output_requests
         if self._knows_drafts:
             drafting.set_placeholder_drafts(self, output)
@@ -156,7 +168,8 @@ class DraftWidthAsyncScheduler(_DraftWidthMixin, drafting.StockAsyncScheduler):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> _DraftWidthMixin:
-    """Makes the scheduler of a target with a DFlash drafter; its `scheduler_cls`."""
+    """Returns the scheduler of a target with a DFlash drafter, with or without asynchronous
+    scheduling. vLLM calls it as its `scheduler_cls`."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler_cls = DraftWidthAsyncScheduler if is_async else DraftWidthScheduler
     return scheduler_cls(vllm_config, *args, **kwargs)

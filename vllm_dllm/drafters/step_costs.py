@@ -1,4 +1,4 @@
-"""Predicts how long a step takes with and without drafts, from the steps so far."""
+"""Predicts how long a step takes with and without drafts, from the times of earlier steps."""
 
 import time
 from collections import deque
@@ -11,29 +11,29 @@ from scipy.optimize import nnls
 
 @dataclass(frozen=True)
 class Step:
-    """The size of a step."""
+    """The size of a step of the target, and of the drafts after it."""
 
     num_rows: int
-    """Tokens of decoding requests: one each, and the drafts to verify."""
+    """Tokens of decoding requests: for each request one token and the drafts to verify."""
     num_prefilled: int
     """Tokens of prompts."""
     num_drafted: int
-    """Requests that are drafted for at the end of the step."""
+    """Requests for which tokens are drafted at the end of the step."""
 
     @property
     def time_terms(self) -> tuple[float, ...]:
-        """Numbers of at least 0, of which the step's time is a weighted sum."""
+        """Numbers of at least 0. The step's time is estimated as a weighted sum of them."""
         drafts = self.num_drafted > 0
         return (1.0, self.num_rows, self.num_prefilled, float(drafts), self.num_drafted)
 
 
 class StepCosts:
-    """Fits the weights of `Step.time_terms` to the times of recent steps. Weights are at least 0,
-    errors relative to a step's time, and slow outliers count little."""
+    """Fits the weights of `Step.time_terms` to the times of recent steps. Weights are at least 0.
+    Errors are relative to a step's time, and slow outliers count little."""
 
-    MEMORY = 64  # steps of each kind, so that a kind that no longer occurs is not forgotten
-    LEAST = 4  # steps of each kind needed before a fit
-    RIDGE = 0.03
+    MEMORY = 64  # steps with drafts, and as many without: neither kind is forgotten
+    LEAST = 4  # steps of each kind that a fit needs
+    RIDGE = 0.03  # of the ridge that shares among the weights what the samples leave open
 
     def __init__(self) -> None:
         self._samples: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
@@ -45,11 +45,11 @@ class StepCosts:
 
     @property
     def lacks_steps_without_drafts(self) -> bool:
-        """Whether a fit still needs steps without drafts."""
+        """Whether the first fit still needs steps without drafts."""
         return len(self._samples[False]) < self.LEAST
 
     def add_step(self, step: Step, seconds: float) -> None:
-        """Remembers how long a step took; fits again when half of the steps are new."""
+        """Remembers how long a step took. Fits again when half of the remembered steps are new."""
         self._samples[step.num_drafted > 0].append((step.time_terms, seconds))
         self._num_new += 1
         # A fit takes 0.5 ms.
@@ -57,7 +57,8 @@ class StepCosts:
             self._fit()
 
     def _fit(self) -> None:
-        """Fits the weights to the remembered steps, if there are enough of both kinds."""
+        """Fits the weights to the remembered steps. Does nothing with fewer than `LEAST` of either
+        kind."""
         if min(map(len, self._samples.values())) < self.LEAST:
             return
         samples = [sample for kind in self._samples.values() for sample in kind]
@@ -78,17 +79,18 @@ class StepCosts:
 
     @property
     def are_known(self) -> bool:
-        """Whether there have been enough steps for `predict_seconds`."""
+        """Whether there has been a fit, which `predict_seconds` needs."""
         return self.num_fits > 0
 
     def predict_seconds(self, num_rows: float, num_drafted: int) -> float:
-        """Returns how long a step without prefill takes."""
+        """Returns the seconds that a step without prefill takes. Needs `are_known`."""
         base, row, _, any_draft, draft = self._factors
         return base + row * num_rows + any_draft * (num_drafted > 0) + draft * num_drafted
 
 
 class StepClock:
-    """Times the steps of a busy engine, each from the previous step's answer to its own."""
+    """Times the steps of a busy engine. A step's time is that from the previous step's answer to
+    its own."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -96,13 +98,13 @@ class StepClock:
         self._last: tuple[float, Collection[str]] = (0.0, ())
 
     def step_scheduled(self, step: Step, request_ids: Collection[str]) -> None:
-        """Remembers a step that is sent to the worker."""
+        """Remembers a step that is sent to the worker, with the requests in it."""
         self._scheduled.append((step, request_ids))
 
     def step_answered(self) -> tuple[Step, float] | None:
-        """Returns the step whose answer has come, which is the oldest of those remembered, and the
-        seconds it took. Returns None if the engine may have been idle before: it has no request of
-        the previous step."""
+        """Returns the step whose answer has come, which is the oldest remembered one, and its
+        seconds. Returns None if the step has no request of the previous step: the engine may have
+        been idle between the two."""
         step, request_ids = self._scheduled.popleft()
         (since, before), self._last = self._last, (self._now(), request_ids)
         if set(before).isdisjoint(request_ids):

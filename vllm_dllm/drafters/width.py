@@ -1,7 +1,7 @@
 """Policies that choose how many tokens are drafted for a request, and verified by the target.
 
-The scheduler asks the policy for a width before each draft, and tells it the outcome. A width of 0
-serves the request without drafts.
+The scheduler asks the policy for a width before each draft, and tells it the outcome. A width
+counts drafted tokens. A width of 0 serves the request without drafts.
 """
 
 from dataclasses import dataclass
@@ -11,35 +11,37 @@ from vllm_dllm.drafters.step_costs import Step, StepCosts
 
 
 class WidthPolicy:
-    """The policy `fixed`: always the widest. Base class of the others."""
+    """The policy `fixed`: always the widest draft. It is the base class of all policies; its hooks,
+    which the scheduler calls, do nothing."""
 
     def __init__(self, widest: int) -> None:
         self.widest = widest
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """Returns the width of a request's next draft, in a batch of `num_requests`."""
+        """Returns the width of the next draft of a request, in a batch of `num_requests`."""
         return self.widest
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
-        """Is called when a step of `num_requests` is scheduled, after which `request_ids` can be
-        drafted for. `width` is then about that draft."""
+        """Called when a step of `num_requests` requests is scheduled. After the step, tokens can be
+        drafted for `request_ids`. `width` then returns the widths of these drafts."""
 
     def step_timed(self, step: Step, seconds: float) -> None:
-        """Is called when it is known how long a step took."""
+        """Called when the step `step` has taken `seconds`."""
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Is called when the target has accepted `num_accepted` of `num_drafts` > 0."""
+        """Called when the target has accepted `num_accepted` of `num_drafts` drafted tokens, at
+        least one."""
 
     def width_predicted(self, request_id: str, width: int) -> None:
-        """Is called when the predictor has chosen a width for a request."""
+        """Called when the predictor has chosen a width for a request."""
 
     def request_ended(self, request_id: str) -> None:
-        """Is called when a request has left."""
+        """Called when a request has left the scheduler."""
 
 
 class PredictedWidth(WidthPolicy):
-    """The policy `blockpilot`: the width that the predictor chose for the request; the widest until
-    then."""
+    """The policy `blockpilot`: the width that the predictor chose for the request. Until the
+    predictor has chosen, the width is the widest."""
 
     def __init__(self, widest: int) -> None:
         super().__init__(widest)
@@ -49,6 +51,7 @@ class PredictedWidth(WidthPolicy):
         return self._widths.get(request_id, self.widest)
 
     def width_predicted(self, request_id: str, width: int) -> None:
+        """Keeps the first width that is predicted for a request."""
         # A request that is prefilled again after a preemption keeps its width.
         self._widths.setdefault(request_id, min(width, self.widest))
 
@@ -58,37 +61,40 @@ class PredictedWidth(WidthPolicy):
 
 @dataclass
 class _AcceptanceHistory:
-    """A request's width, and how many of its drafts were accepted: averages in which each draft
-    counts half as much as the next one."""
+    """A request's width, and averages of how many drafted tokens were accepted. In an average each
+    draft counts half as much as the next one."""
 
     width: int
     num_accepted: float
-    """Accepted tokens of a draft."""
+    """Average number of accepted tokens of a draft."""
     share_accepted: float = 1.0
-    """Accepted share of the drafted tokens."""
+    """Average share of a draft's tokens that were accepted."""
 
     def add_draft(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a verified draft."""
+        """Adds a verified draft to the averages."""
         self.num_accepted = (self.num_accepted + num_accepted) / 2
         self.share_accepted = (self.share_accepted + num_accepted / num_drafts) / 2
 
 
 class AcceptanceWidth(WidthPolicy):
     """The policy `acceptance`: drafts for the requests with which the batch yields the most tokens
-    per second, by how many of their drafts were accepted and how long steps took.
+    per second. It predicts that from how many of their drafts were accepted and how long steps
+    took.
 
     A request's width shrinks by a quarter, rounded up, while under `LOW` of its drafts are
-    accepted, and grows by as much over `HIGH`. A new request starts with the average of recent
-    ones. Requests that are not drafted for are tried again every `TRY_EVERY` steps, and less and
-    less often while nothing is drafted at all.
+    accepted. It grows by as much while over `HIGH` are. A new request starts with the widest draft
+    and the average acceptance of recent requests. Requests that are not drafted for are tried again
+    every `TRY_EVERY` steps, and less often while nothing is drafted at all.
     """
 
     LOW, HIGH = 0.6, 0.9
-    MEMORY = 0.8  # weight of all drafts so far against the next one
-    TRY_EVERY, TRY_LEAST = 64, 512  # steps
+    MEMORY = 0.8  # weight of the average over all requests against the next draft
+    TRY_EVERY, TRY_LEAST = 64, 512  # shortest and longest pause between tries, in steps
     LEARN_EVERY, PLAIN_EVERY = 8, 256  # steps between steps without drafts, at first and later
 
     def __init__(self, widest: int) -> None:
+        """Starts without any history: all requests are drafted for, until the costs of steps are
+        known."""
         super().__init__(widest)
         self._histories: dict[str, _AcceptanceHistory] = {}
         self._num_accepted_of_all = float(widest)  # tokens of a draft, averaged over requests
@@ -101,6 +107,8 @@ class AcceptanceWidth(WidthPolicy):
         self._pause = self.TRY_EVERY
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
+        """Chooses the requests for which tokens are drafted after the step; `width` is 0 for all
+        others."""
         self._since_try += 1
         self._since_plain += 1
         if not request_ids:
@@ -110,8 +118,9 @@ class AcceptanceWidth(WidthPolicy):
             self._since_plain = 0
 
     def _choose_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
-        """Returns the requests to draft for: those that pay; now and then none, to learn what a
-        step without drafts costs; now and then all, to try the others again."""
+        """Returns the requests to draft for: those that pay. Now and then returns none, to learn
+        what a step without drafts costs, or all, to try the other requests again with the widest
+        draft."""
         few = self._costs.lacks_steps_without_drafts
         if self._since_plain >= (self.LEARN_EVERY if few else self.PLAIN_EVERY):
             return set()
@@ -130,8 +139,8 @@ class AcceptanceWidth(WidthPolicy):
         return set(request_ids)
 
     def _paying_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
-        """Returns the requests that are worth drafting for, as `_find_paying_requests` does; once
-        for equal arguments, if nothing has been verified since."""
+        """Returns what `_find_paying_requests` returns. Computes it once for equal arguments, as
+        long as no draft has been verified and no request has ended."""
         key = (request_ids, num_requests, self._costs.num_fits)
         if key != self._paying_key:
             self._paying_key = key
@@ -139,8 +148,9 @@ class AcceptanceWidth(WidthPolicy):
         return self._paying
 
     def _find_paying_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
-        """Returns the requests with which a step yields the most tokens per second, those with the
-        most accepted tokens first; all while the costs are unknown."""
+        """Returns the requests with which a step yields the most tokens per second. Requests with
+        more accepted tokens come first. Returns all requests while the costs of steps are
+        unknown."""
         if not self._costs.are_known:
             return set(request_ids)
         histories = [(self._history(request_id), request_id) for request_id in request_ids]
@@ -160,15 +170,20 @@ class AcceptanceWidth(WidthPolicy):
         self._costs.add_step(step, seconds)
 
     def _history(self, request_id: str) -> _AcceptanceHistory:
-        """Returns a request's history; a new one begins with the average of all requests."""
+        """Returns a request's history. A new history begins with the widest draft and the average
+        number of accepted tokens of all requests."""
         if request_id not in self._histories:
             self._histories[request_id] = _AcceptanceHistory(self.widest, self._num_accepted_of_all)
         return self._histories[request_id]
 
     def width(self, request_id: str, num_requests: int) -> int:
+        """Returns the width of a request's next draft; 0 if the last scheduled step did not choose
+        it."""
         return self._history(request_id).width if request_id in self._chosen else 0
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """Adds the draft to the request's history and to the average, and adjusts the request's
+        width."""
         change = num_accepted - self._num_accepted_of_all
         self._num_accepted_of_all += (1 - self.MEMORY) * change
         self._paying_key = None
@@ -186,18 +201,21 @@ class AcceptanceWidth(WidthPolicy):
 
 
 class LoadWidth(WidthPolicy):
-    """The policy `load`: as many drafts as keep a step within `num_rows` tokens, shared evenly."""
+    """The policy `load`: as many drafts as keep a step within `num_rows` tokens, the same number
+    for every request."""
 
     def __init__(self, widest: int, num_rows: int) -> None:
         super().__init__(widest)
         self.num_rows = num_rows
 
     def width(self, request_id: str, num_requests: int) -> int:
+        """Returns an equal share of `num_rows` without the token of the target's own, at most the
+        widest."""
         return min(max(self.num_rows // num_requests - 1, 0), self.widest)
 
 
 def make_policy(config: DrafterConfig, num_drafted: int) -> WidthPolicy:
-    """Makes the policy that the settings name, for a drafter of `num_drafted` tokens."""
+    """Returns the policy that the settings name, for a drafter of `num_drafted` tokens."""
     widest = config.max_width(num_drafted)
     match config.width_policy:
         case "fixed":

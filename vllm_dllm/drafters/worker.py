@@ -12,21 +12,26 @@ from vllm_dllm.config.workers import SPECULATORS
 
 
 class DraftWorker(Worker):
-    """vLLM's worker that passes draft widths between the scheduler and the speculator."""
+    """vLLM's worker, which also passes draft widths between the scheduler and the speculator."""
 
     def init_device(self) -> None:
+        """Has vLLM make our speculators, and then prepares the device."""
         drafting.set_speculator_classes(*SPECULATORS)
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
+        """Loads the model. Has the runner refuse LoRA adapters of the vocabulary, and score only
+        rows of a prompt."""
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Passes the draft widths to the speculator, and runs the step."""
         drafting.send_widths_to_speculator(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        """Returns vLLM's output of the step, with the widths that the speculator has predicted."""
         output = super().sample_tokens(grammar_output)
         return drafting.send_predicted_widths(self.model_runner, output)

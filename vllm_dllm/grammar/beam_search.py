@@ -21,7 +21,7 @@ _MARGIN_NATS = 16.0
 
 @dataclass
 class _Hypothesis:
-    """The first tokens of a path."""
+    """One of the paths that the search follows: its tokens up to some row."""
 
     state: GrammarState  # after the tokens
     tokens: list[int]
@@ -33,10 +33,15 @@ def beam_search(
     start: GrammarState,
     rows: CanvasRows,
     num_rows: int,
-    prefix: list[int],  # all of the path's reasoning, and no repair of the answer
+    prefix: list[int],  # for the first rows: all of the reasoning, and no repair of the answer
 ) -> FoundPath | None:
-    """Returns the cheapest path that it finds among those that begin with `prefix`; None if all of
-    them come to dead ends. Does not move `start`."""
+    """Returns the cheapest path found through the first `num_rows` rows that begins with the tokens
+    `prefix`. Returns None if every path comes to a dead end. Does not move `start`, the state at
+    the canvas' first row.
+
+    Raises:
+        StuckError: the matcher has given up.
+    """
     state = start.copy()
     for token in prefix:
         state.consume_token(token)
@@ -64,8 +69,9 @@ def beam_search(
 def _consume_sure_rows(
     hypothesis: _Hypothesis, rows: CanvasRows, row: int, unsure: np.ndarray
 ) -> int:
-    """Extends a hypothesis by the best guesses from `row` on, up to the first of the `unsure` rows
-    [n] int64 or an illegal guess. Returns how many these are."""
+    """Extends a hypothesis in place by the best guesses from `row` on. It stops before the first
+    illegal guess and before the first of the `unsure` rows, [n] int64. Returns the number of tokens
+    that it has added."""
     next_unsure = int(unsure[np.searchsorted(unsure, row)])
     guesses = rows.tokens[row:next_unsure, 0].tolist()
     count = hypothesis.state.consume_tokens(guesses) if guesses else 0
@@ -76,8 +82,9 @@ def _consume_sure_rows(
 
 
 def _extend_by_one_row(beam: list[_Hypothesis], rows: CanvasRows, row: int) -> list[_Hypothesis]:
-    """Returns the cheapest hypotheses, at most `BEAM_WIDTH`, that are one token longer. Of those
-    with the same mask, which are mostly in the same state, the cheapest is kept."""
+    """Returns the cheapest hypotheses that are one token longer than those of `beam`, at most
+    `BEAM_WIDTH`. Hypotheses with the same mask are mostly in the same state: only the cheapest one
+    of them is kept. Does not change `beam`."""
     tokens, logprobs = rows.candidates(row)
     costs = (logprobs[0] - logprobs).tolist()
     children: list[tuple[float, int, int]] = []  # cost, index in the beam, token

@@ -21,7 +21,7 @@ MAX_STATES = 100
 
 @dataclass
 class _Beginning:
-    """The first tokens of a path."""
+    """The first tokens of a path, and the state after them."""
 
     state: GrammarState  # after the tokens; not moved any more
     tokens: list[int]
@@ -30,7 +30,8 @@ class _Beginning:
 
 @dataclass
 class _NextTokens:
-    """Tokens that may follow a beginning, the cheapest first."""
+    """The legal tokens after a beginning, the cheapest first. The search removes those it has
+    tried."""
 
     beginning: _Beginning
     costs_nats: list[float]  # of the beginning with each of the tokens
@@ -39,25 +40,31 @@ class _NextTokens:
 
 @dataclass
 class _Alternative:
-    """Any token but the best guess, in a row that the model is sure of. Which ones are legal is
-    computed only if nothing cheaper is left."""
+    """Stands for all legal tokens but the best guess, in a row that the model is sure of. Its mask
+    is computed only when the search has nothing cheaper left."""
 
     beginning: _Beginning
-    guesses: list[int]  # best guesses between the beginning and the row
+    guesses: list[int]  # best guesses after the beginning, up to the row before the alternative's
 
 
 def best_first_search(
     start: GrammarState, rows: CanvasRows, num_rows: int, prefix: list[int]
 ) -> FoundPath | None:
-    """Returns the cheapest path that begins with `prefix`; None if it is not found within
-    `MAX_STATES` states. Does not move `start`."""
+    """Returns the cheapest legal path through the first `num_rows` rows that begins with the tokens
+    `prefix`. Returns None if it is not found within `MAX_STATES` states. Does not move `start`, the
+    state at the canvas' first row.
+
+    Raises:
+        StuckError: the matcher has given up.
+    """
     return _BestFirstSearch(start, rows, num_rows).run(prefix)
 
 
 class _BestFirstSearch:
-    """The queue of one search, and the states that it has seen."""
+    """One search: its queue, and the states that it has seen."""
 
     def __init__(self, start: GrammarState, rows: CanvasRows, num_rows: int) -> None:
+        """Prepares a search through the first `num_rows` rows. Does not move `start`."""
         self._start, self._rows, self._num_rows = start, rows, num_rows
         self._unsure = find_unsure_rows(start, rows, num_rows)
         self._guesses = rows.tokens[:num_rows, 0].tolist()
@@ -70,7 +77,7 @@ class _BestFirstSearch:
         self._num_states = 0
 
     def run(self, prefix: list[int]) -> FoundPath | None:
-        """Runs the search, see `best_first_search`."""
+        """Runs the search, once. Returns what `best_first_search` returns."""
         state = self._start.copy()
         for token in prefix:
             state.consume_token(token)
@@ -90,11 +97,13 @@ class _BestFirstSearch:
     def _push(
         self, cost_nats: float, row: int, item: _Beginning | _NextTokens | _Alternative
     ) -> None:
+        """Queues an item whose cheapest path costs `cost_nats` and which has reached `row`."""
         heapq.heappush(self._queue, (cost_nats, -row, next(self._numbers), item))
 
     def _extend_to_unsure_row(self, beginning: _Beginning) -> None:
-        """Extends a beginning by the best guesses of rows that the model is sure of, and queues the
-        tokens that may follow. Alternatives to these guesses are queued, too."""
+        """Extends a beginning by the best guesses up to the next row that the model is unsure of,
+        or the first illegal guess. Queues the tokens that may follow, and an alternative to each of
+        the guesses."""
         row = len(beginning.tokens)
         next_unsure = int(self._unsure[np.searchsorted(self._unsure, row)])
         if next_unsure > row:
@@ -111,7 +120,7 @@ class _BestFirstSearch:
         self._push_next_tokens(beginning, but_best_guess=False)
 
     def _push_alternative_tokens(self, alternative: _Alternative) -> None:
-        """Queues the legal tokens of an alternative's row, apart from the best guess."""
+        """Queues the legal tokens of an alternative's row, except the row's best guess."""
         beginning, guesses = alternative.beginning, alternative.guesses
         state = beginning.state.copy()
         state.consume_tokens(guesses)
@@ -119,8 +128,9 @@ class _BestFirstSearch:
         self._push_next_tokens(extended, but_best_guess=True)
 
     def _push_next_tokens(self, beginning: _Beginning, *, but_best_guess: bool) -> None:
-        """Queues the legal tokens after a beginning. Of beginnings with the same mask in the same
-        row, which are mostly in the same state, only the first is extended: it is the cheapest."""
+        """Queues the legal tokens after a beginning; with `but_best_guess` without the row's best
+        guess. Beginnings with the same mask in the same row are mostly in the same state. Only the
+        first one of them is extended, which is the cheapest."""
         self._num_states += 1
         row, mask = len(beginning.tokens), mask_with_few_spaces(beginning.state)
         signature = row, mask.tobytes()
@@ -143,7 +153,8 @@ class _BestFirstSearch:
         self._push(following.costs_nats[0], row + 1, following)
 
     def _extend_by_cheapest_token(self, following: _NextTokens) -> None:
-        """Extends a beginning by the cheapest token that may follow; the others stay queued."""
+        """Takes the cheapest token from `following`, and queues the beginning extended by it. The
+        other tokens go back into the queue."""
         beginning = following.beginning
         cost, token = following.costs_nats.pop(0), following.tokens.pop(0)
         if following.costs_nats:

@@ -10,10 +10,10 @@ from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, trace_path, walk_best_guesses
 
 MAX_WALK_COST_NATS = 2.0
-"""A search follows a walk whose repairs of confident rows cost more. Where the model is sure of
-nothing yet, a better path is worth little, and the next step changes it."""
+"""The walk's repairs of confident rows may cost this much before a search is tried. Where the model
+is sure of nothing yet, a better path is worth little: the next step changes it."""
 _ROWS_BEFORE_REPAIR = 24
-"""How far before the first repair the wrong token may be."""
+"""Rows before the first repair that a search may change: the wrong token may be among them."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,15 @@ class ConstrainedCanvas:
 def constrain_canvas(
     start: GrammarState,  # at the canvas' first row; only its plan and found completions change
     rows: CanvasRows,
-    num_tokens: int,  # that the answer may still get, from the canvas' first on
-    stop: int | None,  # appended to an answer that is cut; None: nothing is
+    num_tokens: int,  # that the answer may still get, those of this canvas included
+    stop: int | None,  # stop token to append to an answer that is cut; None: append nothing
 ) -> ConstrainedCanvas:
-    """Returns a legal path through the canvas, from which the answer can be completed within
-    `num_tokens`.
+    """Returns a legal path through the canvas, cut where the answer would not fit into
+    `num_tokens`. If no completion that fits is found, or the model is inside of a call that it
+    chose to make, the path stays uncut.
 
     Raises:
-        StuckError: there is none.
+        StuckError: no token is legal and no completion is known, or the matcher has given up.
     """
     num_rows = min(len(rows), num_tokens)
     path, end = find_cheap_path(start, rows, num_rows)
@@ -55,9 +56,10 @@ def find_cheap_path(
     start: GrammarState, rows: CanvasRows, num_rows: int
 ) -> tuple[LegalPath, GrammarState]:
     """Returns a legal path through at most the first `num_rows` rows, and the grammar's state after
-    it. The path is the walk along the best guesses; where its repairs cost more than
-    `MAX_WALK_COST_NATS`, or it is stuck, it is a cheaper one if a search finds one. Does not move
-    `start`.
+    it. Does not move `start`.
+
+    The path is the walk along the best guesses. If the walk is stuck, or its repairs cost more than
+    `MAX_WALK_COST_NATS`, a search may replace it by a cheaper path.
 
     Raises:
         StuckError: the matcher has given up.

@@ -1,5 +1,5 @@
-"""Compiles grammars: each text once, for all requests that have it. Refuses those that llguidance
-would take minutes for."""
+"""Compiles grammars, each text once for all requests that have it. Refuses grammars for which
+llguidance would take minutes."""
 
 import threading
 from collections import OrderedDict
@@ -30,7 +30,8 @@ class GrammarError(ValueError):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps the last ones. Threads may share it."""
+    """Compiles grammars for one vocabulary, and keeps the `_MAX_COMPILED` that were used last.
+    Threads may share it."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -47,13 +48,14 @@ class GrammarCompiler:
         reasoning: Reasoning | None = None,
     ) -> GrammarState:
         """Returns the state before the first token of an answer, for the grammar `text` in
-        llguidance's form.
+        llguidance's form. Compiles the grammar if it is not cached.
 
         The tokens `stops`, and the tokenizer's EOS, end the answer where the grammar is complete.
-        Excluded ones do not, nor does any before `min_tokens` others if the answer can go on.
+        Excluded tokens do not end it. While the answer has fewer than `min_tokens` tokens and can
+        go on, no token ends it.
 
         Raises:
-            GrammarError: the grammar is wrong, or has no answer.
+            GrammarError: the grammar is wrong, or no text satisfies it.
         """
         with self._lock:
             matcher = self._compiled.get(text)
@@ -74,17 +76,20 @@ class GrammarCompiler:
 
 
 def check_grammar_size(kind: str, spec: str) -> None:
-    """Raises GrammarError if a client's grammar is too long. `kind`: of structured outputs, such as
-    json or regex."""
+    """Raises GrammarError if a client's grammar is too long. `kind` is a key of structured outputs,
+    such as "json" or "regex", and decides how long `spec` may be."""
     max_bytes = _MAX_BYTES.get(kind, _MAX_BYTES_ELSE)
     if len(spec) > max_bytes:
         raise GrammarError(f"it must be at most {max_bytes} bytes, got {len(spec)}. Shorten it")
 
 
 def check_schema_size(schema: Any, path: str = "#") -> None:
-    """Raises GrammarError if a JSON schema has an object or a list of too many entries, or too high
-    a count. llguidance takes minutes for some thousands of properties, and ends the process where
-    thousands of definitions refer to each other."""
+    """Raises GrammarError if a JSON schema has too many entries in an object or a list, or too high
+    a count such as `maxItems`. `path` is the schema's JSON pointer, which the error names.
+
+    llguidance takes minutes for some thousands of properties. It ends the process where thousands
+    of definitions refer to each other.
+    """
     if isinstance(schema, dict):
         _check_count(len(schema), path)
         for key, value in schema.items():
@@ -100,15 +105,16 @@ def check_schema_size(schema: Any, path: str = "#") -> None:
 
 
 def _check_count(count: int, path: str) -> None:
+    """Raises GrammarError if an object or a list has more than `_MAX_ENTRIES` entries."""
     if count > _MAX_ENTRIES:
         raise GrammarError(f"{path} must have at most {_MAX_ENTRIES} entries, got {count}")
 
 
 def compile_grammar(vocabulary: GrammarVocabulary, text: str) -> LLMatcher:
-    """Compiles a grammar in llguidance's form.
+    """Returns the compiled grammar `text`, which is in llguidance's form.
 
     Raises:
-        GrammarError: the grammar is wrong, or has no answer.
+        GrammarError: the grammar is wrong, or no text satisfies it.
     """
     matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
     if not matcher.is_error():
@@ -119,7 +125,7 @@ def compile_grammar(vocabulary: GrammarVocabulary, text: str) -> LLMatcher:
 
 
 def _describe_error(error: str) -> str:
-    """Returns llguidance's error in one line, without the state that it adds."""
+    """Returns llguidance's error in one line, without the parser state that llguidance appends."""
     line = " ".join(error.partition("<state>")[0].split())
     if line in ("", "NoExtension", "NoExtensionBias"):
         return "no text satisfies it"

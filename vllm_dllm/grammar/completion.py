@@ -1,8 +1,11 @@
 """Finds few tokens that complete an answer from where it is.
 
 llguidance tells which tokens are legal, not how far the end is. So the shortest completion is
-searched: first greedily, then by exploring, then shortest first. Completions are without a stop
-token; `[]` means that the answer is complete. No function moves the state that it gets.
+searched: first greedily, then by exploring, then shortest first.
+
+Completions have no stop token; `[]` means that the answer is complete. No function moves the state
+that it gets. Inside of a tool call that the grammar did not demand, only the model completes the
+answer: the searches find nothing.
 """
 
 from collections import deque
@@ -15,13 +18,14 @@ from vllm_dllm.grammar.state import GrammarState
 MAX_STATES = 500
 """States that a search looks at before it gives up."""
 _MAX_SAME_MASK = 2
-"""States of equal length and mask that a search goes on from. They are mostly the same state."""
+"""The search goes on from this many states of equal length and mask: they are mostly the same
+state."""
 _MAX_WAYS = 16
 
 
 def find_completion(state: GrammarState, max_tokens: int) -> list[int] | None:
-    """Returns at most `max_tokens` tokens that complete the answer; None if it finds none. The
-    state remembers the result."""
+    """Returns at most `max_tokens` tokens that complete the answer; None if no search finds them.
+    The result is cached in `state.known_completions`."""
     if state.in_optional_call:
         return None
     known = state.known_completions
@@ -36,10 +40,10 @@ def find_completion(state: GrammarState, max_tokens: int) -> list[int] | None:
 def find_completion_quickly(
     state: GrammarState,
     max_tokens: int,
-    start: GrammarState,  # `state` or one before it, whose plan may end in the same way
+    start: GrammarState,  # `state` or an earlier one; the end of its plan may complete `state`
 ) -> list[int] | None:
-    """Returns tokens that complete the answer, in a tenth of the time of `find_completion`. They
-    may be more than `max_tokens` although there is a shorter completion."""
+    """Returns tokens that complete the answer, in a tenth of the time of `find_completion`; None if
+    none are found. They may be more than `max_tokens` although there is a shorter completion."""
     if state.in_optional_call:
         return None
     if state.has_ended or state.is_complete():
@@ -54,8 +58,8 @@ def find_completion_quickly(
 
 
 def find_shortest_completion(state: GrammarState, max_tokens: int) -> list[int] | None:
-    """Returns the shortest of the completions that all searches find; None if none has at most
-    `max_tokens` tokens."""
+    """Runs all searches and returns the shortest completion that one of them finds; None if none
+    has at most `max_tokens` tokens."""
     if state.is_complete():
         return []
     found = [search(state, max_tokens) for search in (complete_greedily, complete_by_exploring)]
@@ -67,8 +71,9 @@ def find_shortest_completion(state: GrammarState, max_tokens: int) -> list[int] 
 
 
 def complete_greedily(state: GrammarState, max_tokens: int) -> list[int] | None:
-    """Returns the completion that always goes on by the most promising token; None if it gets stuck
-    or much longer than `max_tokens`. Cheap, and right for most of JSON."""
+    """Returns the completion that always goes on by the most promising token. Returns None if it
+    gets stuck, or is still incomplete after `MAX_SHRINKAGE * max_tokens` tokens. The search is
+    cheap, and right for most of JSON."""
     start, state = state, state.copy()
     tokens: list[int] = []
     while len(tokens) <= MAX_SHRINKAGE * max_tokens:
@@ -82,8 +87,8 @@ def complete_greedily(state: GrammarState, max_tokens: int) -> list[int] | None:
 
 
 def search_shortest_first(state: GrammarState, max_tokens: int) -> list[int] | None:
-    """Returns the shortest completion among `MAX_STATES` states, looking at the nearest first; None
-    if none of at most `max_tokens` tokens is among them."""
+    """Returns the shortest completion that is among `MAX_STATES` states, looking at the nearest
+    states first; None if no completion of at most `max_tokens` tokens is among them."""
     if state.in_optional_call:
         return None
     waiting: dict[int, list[tuple[GrammarState, list[int]]]] = {0: [(state.copy(), [])]}
@@ -112,8 +117,9 @@ def search_shortest_first(state: GrammarState, max_tokens: int) -> list[int] | N
 
 
 def certainly_has_no_completion(state: GrammarState, max_tokens: int) -> bool:
-    """Returns True if certainly no completion has at most `max_tokens` tokens, as with a rule that
-    never ends. It tries everything that may come, as long as that is little."""
+    """Returns True only if certainly no completion has at most `max_tokens` tokens, as with a rule
+    that never ends. Tries every legal text. Returns False where these are more than `_MAX_WAYS` at
+    once."""
     waiting = deque([(0, state.copy())])
     while waiting and waiting[0][0] <= 2 * max_tokens:
         length, reached = waiting.popleft()

@@ -1,4 +1,5 @@
-"""Tokens that a search for a completion tries next, those first that close the answer soonest."""
+"""Lists tokens that a search for a completion tries next, first those that close the answer
+soonest."""
 
 from collections.abc import Iterator
 
@@ -9,9 +10,9 @@ from vllm_dllm.grammar.state import GrammarState
 
 
 def promising_continuations(state: GrammarState, thorough: bool = False) -> Iterator[list[int]]:
-    """Yields what may come next, the most promising first: all forced tokens at once, or one token
-    at a time. `thorough`: also every legal character, since of several letters that may come only
-    one may lead to the end."""
+    """Yields lists of tokens that may come next, the most promising first: all forced tokens in one
+    list, or single tokens. `thorough` adds every legal character: of several letters that are
+    legal, perhaps only one leads to the end."""
     if state.reasoning is not None:
         yield from ([end] for end in state.reasoning_ends())
         return
@@ -47,7 +48,7 @@ def promising_continuations(state: GrammarState, thorough: bool = False) -> Iter
 
 def all_continuations(state: GrammarState) -> list[list[int]] | None:
     """Returns everything that may come next: the forced tokens, or each legal character and special
-    token. Returns None if that does not cover all legal texts, whitespace apart."""
+    token. Returns None if these do not cover all legal texts; whitespace does not count."""
     if forced := state.forced_tokens():
         return [forced]
     vocabulary, is_legal = state.vocabulary, state.closing_tokens()
@@ -63,8 +64,8 @@ def _is_free_text(
     state: GrammarState,
     is_legal: np.ndarray,  # [V] bool
 ) -> bool:
-    """Returns whether the state is inside of a string or the like: most characters that the request
-    does not exclude are legal."""
+    """Returns whether the state is inside of a string or similar free text: more than half of the
+    characters that the request does not exclude are legal."""
     characters = state.vocabulary.characters
     num_possible = len(characters)
     if state.exclusions is not None:

@@ -14,17 +14,18 @@ from vllm_dllm.grammar.state import GrammarState
 
 
 def cut_to_fit(
-    start: GrammarState,  # before the path; gets the plan
+    start: GrammarState,  # before the path; its plan and its cached completions are changed
     path: LegalPath,
     end: GrammarState,  # after the path
-    num_tokens: int,  # that the answer may get, from `start` on
+    num_tokens: int,  # that the answer may get after `start`
 ) -> list[int] | None:
-    """Returns None if the path may stay as it is: the answer can be completed after it, or it ends
-    inside of a call that the model chose to make, or nothing fits. A model's own call that does not
-    fit is left unfinished.
+    """Returns the tokens of the cut answer: the longest beginning of the path, by a quick search,
+    after which the answer can be completed, and its completion.
 
-    Otherwise it returns the longest beginning of the path, by a quick search, after which the
-    answer can be completed, with its completion.
+    Returns None if the path may stay as it is: the answer can be completed after it, or it ends
+    inside of a call that the model chose to make, or no completion fits. A call of the model's own
+    that does not fit is left unfinished. Sets `start.plan`, unless the path ends inside of such a
+    call or nothing fits.
     """
     if end.in_optional_call and not path.is_stuck:
         return None
@@ -51,11 +52,12 @@ def cut_to_fit(
 def _find_tail(
     start: GrammarState,
     tokens: list[int],
-    end: GrammarState | None,  # after `tokens`, for a search of all kinds; None: a quick one
+    end: GrammarState | None,  # the state after `tokens`, for a full search; None: a quick search
     num_tokens: int,
 ) -> list[int] | None:
-    """Returns what completes the answer after `start` and `tokens` within `num_tokens`. `start`
-    remembers it, because the next step's path mostly begins in the same way."""
+    """Returns the tokens that complete the answer after `start` and `tokens`, if all of them fit
+    into `num_tokens`; None if no completion is found. The result is cached in `start.known_tails`,
+    because the next step's path mostly begins in the same way."""
     key = (tuple(tokens), num_tokens, end is None)
     if key not in start.known_tails:
         max_tokens = num_tokens - len(tokens)
@@ -69,6 +71,7 @@ def _find_tail(
 
 
 def _state_after(start: GrammarState, tokens: list[int]) -> GrammarState:
+    """Returns a copy of `start`, moved on by the legal `tokens`."""
     state = start.copy()
     for token in tokens:
         consumed = state.consume_token(token)

@@ -14,15 +14,16 @@ Word = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Exclusions:
-    """One request's `allowed_token_ids` and `bad_words`."""
+    """The tokens that one request excludes by `allowed_token_ids` and `bad_words`."""
 
     vocab_size: int
     allowed: frozenset[int] | None  # None: all tokens
-    words: frozenset[Word]  # bad words, of one token or more
+    words: frozenset[Word]  # bad words, each the ids of one token or more
 
     @cached_property
     def lookback(self) -> int:
-        """How many tokens before a position decide whether a token completes a bad word there."""
+        """The number of tokens before a position that decide whether a token completes a bad word
+        there."""
         return max((len(word) - 1 for word in self.words), default=0)
 
     def excludes(self, token: int, previous: Sequence[int]) -> bool:
@@ -36,14 +37,14 @@ class Exclusions:
         mask: np.ndarray,  # [W] uint32, changed in place
         previous: Sequence[int],
     ) -> None:
-        """Removes the tokens from the mask that must not follow the tokens `previous`."""
+        """Removes the tokens that must not follow the tokens `previous` from the mask, in place."""
         mask &= self.allowed_mask
         remove_tokens_(mask, self._tokens_completing_words(previous))
 
     @cached_property
     def allowed_mask(self) -> np.ndarray:
         """The mask [W] uint32 of the tokens that are allowed and are no bad word by themselves. Bad
-        words of several tokens depend on the tokens before, see `remove_from_`."""
+        words of several tokens depend on the tokens before them: `remove_from_` handles those."""
         is_allowed = np.full(self.vocab_size, self.allowed is None)
         is_allowed[list(self.allowed or ())] = True
         is_allowed[[word[0] for word in self.words if len(word) == 1]] = False
@@ -51,7 +52,8 @@ class Exclusions:
 
     @cached_property
     def _words_by_last_but_one(self) -> dict[int, list[Word]]:
-        """Bad words of several tokens, by their last token but one."""
+        """The bad words of several tokens, by their last token but one. A missing key has no
+        words."""
         found: dict[int, list[Word]] = defaultdict(list)
         for word in self.words:
             if len(word) > 1:

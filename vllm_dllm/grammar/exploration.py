@@ -1,6 +1,6 @@
-"""Completes an answer by exploring its grammar, and shortens what was found.
+"""Completes an answer by exploring its grammar, and shortens completions by cutting detours.
 
-Exploring finds an end in any grammar, where going on greedily may turn in a loop for ever.
+Exploring finds an end in any grammar, where the greedy search may turn in a loop for ever.
 """
 
 from collections import Counter, defaultdict
@@ -12,15 +12,16 @@ from vllm_dllm.grammar.respelling import MAX_SHRINKAGE, respell
 from vllm_dllm.grammar.state import GrammarState
 
 MAX_TOKENS = 500
-"""Tokens after which exploring gives up, if an answer may not be a quarter as long."""
+"""Exploring goes on for at least this many tokens, however few the answer may have."""
 
 
 def complete_by_exploring(state: GrammarState, max_tokens: int) -> list[int] | None:
-    """Returns tokens that complete the answer; None if it does not come to an end.
+    """Returns tokens that complete the answer, perhaps more than `max_tokens`; None if no end is
+    found. Does not move `state`.
 
-    It goes on by a token that has just become legal, so it leaves each loop at its first exit. Of
-    several exits it takes the one that it has taken least often where the same tokens were legal,
-    so in the end it tries them all. Then the detours are cut out.
+    It goes on by a token that has just become legal, so it leaves each loop at the first exit. If
+    there are several exits, it takes the one that it has taken least often where the same tokens
+    were legal. So in the end it tries all exits. Then it cuts out the detours.
     """
     start, state = state, state.copy()
     vocabulary = state.vocabulary
@@ -47,8 +48,8 @@ def complete_by_exploring(state: GrammarState, max_tokens: int) -> list[int] | N
 
 
 def _cut_detours(start: GrammarState, tokens: list[int]) -> list[int]:
-    """Returns a shorter completion at `start` than `tokens`: some of them are left out, or one
-    stands for several, where that leads to a state like a later one."""
+    """Returns a completion at `start` that is no longer than `tokens`. Runs of tokens are left out,
+    or replaced by one token, where the state after that is like a later state along `tokens`."""
     masks = _masks_along(start, tokens)
     state, i = start.copy(), 0
     while i < len(tokens):
@@ -77,8 +78,9 @@ def reuse_plan(
     start: GrammarState,
     state: GrammarState,
 ) -> list[int] | None:
-    """Returns the shortest end of the plan that completes the answer at `state`, perhaps after one
-    more token; None if none is found."""
+    """Returns an end of the plan that completes the answer at `state`, if needed after one more
+    token or the forced tokens. Tries ends without an added token first. Returns None if no end is
+    found."""
     masks = _masks_along(start, plan)
     for head in ([], *promising_continuations(state)):
         ahead = state.copy()
@@ -93,14 +95,14 @@ def reuse_plan(
 def _find_latest_completing_end(
     state: GrammarState,
     tokens: list[int],
-    masks: list[bytes],  # before each of the tokens, and after the last
+    masks: list[bytes],  # the masks before each of the tokens, and after the last
     first: int,
 ) -> int | None:
-    """Returns the start of a short end of `tokens`, at `first` or later, that completes the answer
-    at `state`; None if none is found.
+    """Returns an index into `tokens`, `first` or later: the tokens from there on complete the
+    answer at `state`. Returns None if no index is found.
 
-    Tries only places where the same tokens are legal as at `state`. Bisects them: in a loop that
-    counts, ends that start too late all fail. So it may miss a shorter end.
+    Tries only places where the same tokens are legal as at `state`. Bisects these places: in a loop
+    that counts, all ends fail that start too late. So it may miss a shorter end.
     """
     mask = state.compute_mask().tobytes()
     same = [i for i in range(first, len(masks)) if masks[i] == mask]
@@ -116,7 +118,8 @@ def _find_latest_completing_end(
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
-    """Returns the masks before each of the tokens, and after the last."""
+    """Returns the masks, as bytes, before each of the tokens and after the last. Does not move
+    `start`."""
     state, masks = start.copy(), [start.compute_mask().tobytes()]
     for token in tokens:
         state.consume_tokens([token])
@@ -125,6 +128,7 @@ def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
 
 
 def _completes(state: GrammarState, tokens: list[int]) -> bool:
-    """Returns whether the tokens complete the answer at `state`."""
+    """Returns whether the tokens are legal at `state` and complete the answer. Does not move
+    `state`."""
     end = state.copy()
     return end.consume_tokens(tokens) == len(tokens) and end.is_complete()

@@ -33,11 +33,13 @@ def calls_rule(
     at_least_one: bool,
     stop_after_first: bool,
 ) -> str:
-    """Returns the body of a rule for calls of these functions. Without `at_least_one` it allows
-    free text, with or without calls after it.
+    """Returns the body of a rule for calls of the functions, and adds the rules that it uses to
+    `lark`. Without `at_least_one` the rule also allows free text, with or without calls after it.
+    With `stop_after_first` it allows at most one call.
 
     Raises:
-        SchemaError: a name or a schema cannot be used; says which, and where.
+        SchemaError: there is no function, or a name or a schema cannot be used; the message says
+            which, and where.
     """
     if not functions:
         raise SchemaError("functions must not be empty")
@@ -59,21 +61,27 @@ def calls_rule(
 
 
 def _texts_without(text: str) -> str:
-    """Returns an expression of all texts that do not contain `text`. A parser would read the name
-    of a special token as that token, even if other tokens spell it."""
+    """Returns a regular expression of Lark for all texts that do not contain `text`. A parser would
+    read the name of a special token as that token, even if other tokens spell it."""
     return f"~/(?s:.*){regex_to_lark(re.escape(text))}(?s:.*)/"
 
 
 class _ArgumentRules:
-    """Adds rules for the arguments of one function. Methods named `..._rule` return the name of a
-    rule, those named `..._body` what a rule says."""
+    """Adds rules for the arguments of one function to a grammar. Methods named `..._rule` add a
+    rule and return its name. Methods named `..._body` return the body of a rule. All raise
+    SchemaError for a schema that cannot be used; `path` is the schema's JSON pointer, which the
+    error names."""
 
     def __init__(self, lark: LarkRules, schema: Any) -> None:
         self._lark, self._schemas = lark, JsonSchema(schema)
         self._rule_by_reference: dict[str, str] = {}
 
     def add_arguments_rule(self) -> str:
-        """Adds the rule for all arguments, in braces."""
+        """Adds the rule for all arguments in braces, and returns its name.
+
+        Raises:
+            SchemaError: the schema is not one of an object, or cannot be used.
+        """
         root = self._schemas.root
         forms = [form for form in self._schemas.forms(root, "#") if form.kind == "object"]
         if not forms:
@@ -81,7 +89,8 @@ class _ArgumentRules:
         return self._lark.add_rule(" | ".join(self._object_body(form) for form in forms))
 
     def _value_rule(self, schema: Any, path: str) -> str:
-        """Adds the rule for the values of a schema; one rule for all references to a schema."""
+        """Adds the rule for the values of a schema, and returns its name. All references to one
+        schema share one rule, so that a schema may refer to itself."""
         reference = self._schemas.reference(schema)
         if reference is None:
             return self._lark.add_rule(self._value_body(schema, path))
@@ -92,7 +101,7 @@ class _ArgumentRules:
         return self._rule_by_reference[reference]
 
     def _value_body(self, schema: Any, path: str) -> str:
-        """Writes the values of a schema."""
+        """Returns the body of a rule for the values of a schema."""
         if schema is True or schema == {}:
             return self._any_value_rule()
         if path.count("/") > _DEEPEST:
@@ -102,7 +111,7 @@ class _ArgumentRules:
         return " | ".join(self._form_body(form) for form in self._schemas.forms(schema, path))
 
     def _any_value_rule(self) -> str:
-        """Adds the rule for any value."""
+        """Adds the rule for any value at the first call, and returns its name."""
         if _ANYTHING not in self._rule_by_reference:
             name = self._rule_by_reference[_ANYTHING] = self._lark.reserve_rule()
             forms = [self._form_body(Form(kind, {}, "#")) for kind in KINDS]
@@ -110,7 +119,7 @@ class _ArgumentRules:
         return self._rule_by_reference[_ANYTHING]
 
     def _form_body(self, form: Form) -> str:
-        """Writes the values of one form."""
+        """Returns the body of a rule for the values of one form."""
         if form.kind in ("integer", "number", "boolean", "null"):
             limits = {k: v for k, v in form.schema.items() if KIND_OF_KEY.get(k) == "number"}
             limits = limits if form.kind in ("integer", "number") else {}
@@ -120,9 +129,12 @@ class _ArgumentRules:
         return f"({_BODY_BY_KIND[form.kind](self, form)})"
 
     def _enum_body(self, form: Form) -> str:
+        """Returns the body of a rule for the values that a form enumerates."""
         return " | ".join(_value_literal(value, form.path) for value in form.schema["enum"])
 
     def _string_body(self, form: Form) -> str:
+        """Returns the body of a rule for a string that fits the form's length, `pattern` and
+        `format`."""
         schema, parts = form.schema, [_texts_without(QUOTE)]
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if least or most != "":
@@ -138,6 +150,8 @@ class _ArgumentRules:
         return f"{QUOTE} {self._lark.add_terminal(' & '.join(parts))} {QUOTE}"
 
     def _array_body(self, form: Form) -> str:
+        """Returns the body of a rule for an array. With `prefixItems` it has exactly these items,
+        or `minItems` items if that is more."""
         schema, path = form.schema, form.path
         first, items = schema.get("prefixItems", []), schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -159,8 +173,8 @@ class _ArgumentRules:
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
 
     def _object_body(self, form: Form) -> str:
-        """Writes an object of the properties that the schema names; if it names none, of any that
-        it lets be added."""
+        """Returns the body of a rule for an object of the properties that the schema names. If it
+        names none, the object may have any properties whose values fit `additionalProperties`."""
         schema, path = form.schema, form.path
         named, required = dict(schema.get("properties", {})), schema.get("required", [])
         added = schema.get("additionalProperties", True)
@@ -179,16 +193,17 @@ class _ArgumentRules:
         return f'"{{" {self._pairs_rule(named, required, path)} "}}"'
 
     def _check_counts(self, form: Form, least: int, most: int) -> None:
-        """Raises SchemaError for a bound of the properties' number that `least` and `most`, which
-        the rules keep, do not imply."""
+        """Raises SchemaError if the schema bounds the number of properties more tightly than the
+        rules do. The rules keep it between `least` and `most`."""
         for key, holds in (("minProperties", least.__ge__), ("maxProperties", most.__le__)):
             if key in form.schema and not holds(form.schema[key]):
                 raise SchemaError(f"{form.path}/{key} is not supported in the arguments of calls")
 
     def _pairs_rule(self, named: Mapping[str, Any], required: Sequence[str], path: str) -> str:
-        """Adds the rule for pairs in the order of the model's template, jinja's `dictsort`."""
-        # From the last pair to the first: rules for the pairs so far, if no pair is before them,
-        # and if one is.
+        """Adds the rule for pairs of key and value, and returns its name. The pairs come in the
+        order of the model's template, jinja's `dictsort`."""
+        # From the last pair to the first. `first` has the pairs from here on if none precedes them,
+        # and `rest` if one is.
         first = rest = '""'
         for name in sorted(named, key=str.lower, reverse=True):
             value = self._value_rule(named[name], f"{path}/properties/{name}")
@@ -211,7 +226,8 @@ _BODY_BY_KIND: dict[str, Callable[[_ArgumentRules, Form], str]] = {
 
 
 def _key_literal(name: str, path: str) -> str:
-    """Writes the name of a property and the colon after it."""
+    """Returns the name of a property and the colon after it, as a part of a Lark rule. Raises
+    SchemaError if the name has the model's quotation mark in it."""
     if _PLAIN_KEY.fullmatch(name):
         return quote_literal(f"{name}:")
     if QUOTE in name:
@@ -220,11 +236,13 @@ def _key_literal(name: str, path: str) -> str:
 
 
 def _join_with_commas(parts: Iterable[str]) -> str:
+    """Returns a part of a Lark rule: the given parts with the literal `","` between them."""
     return ' "," '.join(parts)
 
 
 def _repeat(rule: str, least: int, most: int | None) -> str:
-    """Writes `least` to `most` repetitions of a rule; None: any number from `least` on."""
+    """Returns a part of a Lark rule: `least` to `most` repetitions of `rule`. `most` None: any
+    number from `least` on."""
     least = max(least, 0)
     if most is None:
         return f"({rule}){{{least},{least}}} ({rule})*" if least else f"({rule})*"
@@ -233,7 +251,8 @@ def _repeat(rule: str, least: int, most: int | None) -> str:
 
 
 def _value_literal(value: Any, path: str) -> str:
-    """Writes one value as the model does."""
+    """Returns one JSON value as the model writes it, as a part of a Lark rule. Raises SchemaError
+    if a text has the model's quotation mark in it."""
     if isinstance(value, str):
         if QUOTE in value:
             raise SchemaError(f"{path} has a text with {QUOTE} in it, got {value!r}")

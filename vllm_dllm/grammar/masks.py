@@ -14,45 +14,50 @@ def pack_mask(is_legal: np.ndarray) -> np.ndarray:
 
 
 def unpack_mask(mask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns [V] bool: which tokens the mask [W] has."""
+    """Returns [V] bool: which tokens are in the mask [W] uint32."""
     return np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].view(bool)
 
 
 def mask_of_tokens(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Returns the mask [W] uint32 of these tokens."""
+    """Returns a new mask [W] uint32 of the tokens `tokens`."""
     mask = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     add_tokens_(mask, tokens)
     return mask
 
 
 def add_tokens_(mask: np.ndarray, tokens: Iterable[int]) -> None:
-    """Sets the bits of these tokens in the mask [W]."""
+    """Sets the bits of the tokens in the mask [W] uint32, in place."""
     for token in tokens:
         mask[token >> 5] |= np.uint32(1 << (token & 31))
 
 
 def remove_tokens_(mask: np.ndarray, tokens: Iterable[int]) -> None:
-    """Clears the bits of these tokens in the mask [W]."""
+    """Clears the bits of the tokens in the mask [W] uint32, in place."""
     for token in tokens:
         mask[token >> 5] &= ~np.uint32(1 << (token & 31))
 
 
 def has_tokens(mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns [...] bool: which of the tokens [...] int64 the mask [W] has."""
+    """Returns [...] bool: which of the tokens [...] int64 are in the mask [W] uint32."""
     return (mask[tokens >> 5] >> (tokens & 31).astype(np.uint32)) & 1 == 1
 
 
 def has_token(mask: np.ndarray, token: int) -> bool:
-    """Returns whether the mask [W] has one token; faster than `has_tokens`."""
+    """Returns whether one token is in the mask [W] uint32. It is faster than `has_tokens`."""
     return bool(mask.item(token >> 5) >> (token & 31) & 1)
 
 
 def has_one_token(mask: np.ndarray) -> bool:
-    """Returns whether exactly one token is legal: the grammar forces it."""
+    """Returns whether exactly one token is in the mask [W] uint32, so that the grammar forces
+    it."""
     return int.from_bytes(mask.tobytes()).bit_count() == 1
 
 
 def only_token(mask: np.ndarray) -> int:
-    """Returns the token of a mask [W] that has one."""
+    """Returns the token of a mask [W] uint32 that has exactly one.
+
+    Raises:
+        ValueError: no word of the mask has a token, or several have one.
+    """
     (place,) = np.flatnonzero(mask)
     return int(place) * 32 + int(mask[place]).bit_length() - 1

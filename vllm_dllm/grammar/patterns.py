@@ -38,8 +38,8 @@ _NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]"
 
 
 def mend_patterns(schema: Any) -> Any:
-    """Returns a copy of a JSON schema in which llguidance reads the patterns and the formats of
-    times as JSON schema means them."""
+    """Returns a copy of a JSON schema for llguidance. Its patterns and its formats of times are
+    changed so that llguidance reads them as JSON schema means them."""
     if isinstance(schema, list):
         return [mend_patterns(entry) for entry in schema]
     if not isinstance(schema, dict):
@@ -64,7 +64,8 @@ def mend_pattern(pattern: str) -> str:
 
 
 def _exclude_nul(match: re.Match[str]) -> str:
-    """Returns the replacement for a match of `_NEGATED_CLASS`."""
+    """Returns the replacement for a match of `_NEGATED_CLASS`: the class without NUL. Escapes,
+    plain classes and classes that were mended before stay as they are."""
     excluded = match.group(1)
     # No negated class but an escape or a plain class; or a class that was mended before.
     if excluded is None or excluded.startswith(r"\x00["):
@@ -75,11 +76,12 @@ def _exclude_nul(match: re.Match[str]) -> str:
 
 def unanchored_lark_regex(pattern: str, path: str) -> str:
     """Returns a regular expression for Lark that matches every text in which JSON schema's
-    `pattern` is found: `.*` is added where the pattern has no anchor, since Lark matches whole
-    texts.
+    `pattern` is found. Lark matches whole texts, so `.*` is added at each side where the pattern
+    has no anchor.
 
     Raises:
-        SchemaError: llguidance cannot use the pattern; names `path`.
+        SchemaError: llguidance cannot use the pattern, or an anchored pattern has outer
+            alternatives; the message names `path`, the pattern's JSON pointer.
     """
     begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
     inner = pattern[begins : len(pattern) - ends]
@@ -93,7 +95,7 @@ def unanchored_lark_regex(pattern: str, path: str) -> str:
 
 
 def _has_outer_alternatives(pattern: str) -> bool:
-    """Returns whether a pattern has a `|` outside of parentheses."""
+    """Returns whether a pattern has a `|` outside of all parentheses and classes."""
     depth = 0
     for sign in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (sign == "(") - (sign == ")")

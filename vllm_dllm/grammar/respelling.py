@@ -7,13 +7,16 @@ from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 MAX_SHRINKAGE = 4
-"""How many times more tokens a completion may have before it is respelt than after."""
+"""Before it is respelt, a completion may have this many times as many tokens as afterwards."""
 
 
 def respell(start: GrammarState, tokens: list[int]) -> list[int]:
     """Returns the text of `tokens`, which complete the answer at `start`, in as few tokens as
-    possible. Whitespace is added where that saves tokens and is legal: many tokenizers have a token
-    for `": "` and none for `":`. Returns `tokens` if no other spelling is legal."""
+    possible. Returns `tokens` if no other spelling is legal. Does not move `start`.
+
+    Whitespace is added where that saves tokens and is legal. Often `": "` is a token, and `":` is
+    not.
+    """
     vocabulary = start.vocabulary
     spellings = [_spell_with_fewest(vocabulary, tokens, vocabulary.token_by_bytes)]
     with_spaces = _spell_with_fewest(vocabulary, tokens, vocabulary.token_by_stripped_bytes)
@@ -30,8 +33,8 @@ def respell(start: GrammarState, tokens: list[int]) -> list[int]:
 def _spell_with_fewest(
     vocabulary: GrammarVocabulary, tokens: list[int], token_by_bytes: Mapping[bytes, int]
 ) -> list[int]:
-    """Returns the fewest tokens of `token_by_bytes` with the text of `tokens`. Special tokens stay
-    where they are."""
+    """Returns the fewest tokens of `token_by_bytes` that spell the text of `tokens`. Special tokens
+    stay where they are."""
     token_bytes = vocabulary.token_bytes
     fewest: list[int] = []
     for is_text, run in groupby(tokens, lambda token: bool(token_bytes[token])):
@@ -46,7 +49,11 @@ def _spell_with_fewest(
 def _tokenize_with_fewest(
     text: bytes, token_by_bytes: Mapping[bytes, int], longest_token_bytes: int
 ) -> list[int]:
-    """Returns the fewest tokens of `token_by_bytes` whose bytes are `text`."""
+    """Returns the fewest tokens of `token_by_bytes` whose bytes are `text`.
+
+    Raises:
+        KeyError: no tokens spell the text.
+    """
     best: dict[int, list[int]] = {0: []}  # by the end in the text
     for end in range(1, len(text) + 1):
         begins = [

@@ -1,7 +1,7 @@
-"""The legal run of tokens that a step reveals in a canvas whose tokens stay once they are revealed.
+"""Finds the legal run of tokens that a step reveals in a canvas whose tokens stay once revealed.
 
-What is revealed cannot be taken back. So nothing is revealed to the right of what is still open,
-and no token after which the answer could not be closed any more.
+A revealed token cannot be taken back. So no token is revealed to the right of an open row, and none
+after which the answer could not be closed any more.
 """
 
 from collections.abc import Callable
@@ -27,30 +27,33 @@ class RowCandidate(NamedTuple):
 
 
 ChooseCandidate = Callable[[int, np.ndarray | None], RowCandidate]
-"""(row of the canvas, mask [W] of the tokens to choose from, None: all) -> the row's candidate."""
+"""(row of the canvas, mask [W] uint32 of the tokens to choose from) -> the row's candidate. A mask
+of None allows all tokens."""
 
 
 @dataclass(frozen=True)
 class RunRule:
-    """How far a step's run goes."""
+    """Says how far the run of one step goes."""
 
     min_tokens: int
-    """How many tokens it reveals at least, however improbable they are."""
+    """The run has at least this many tokens, however improbable they are, unless the answer
+    ends."""
     threshold: float
-    """More probable tokens are revealed."""
+    """A token that is more probable than this is revealed."""
     entropy_bound_nats: float
-    """Tokens are revealed while the summed entropy of their rows is below."""
+    """A token is also revealed while the summed entropy of the run's rows is below this bound."""
     part_length: int | None = None
-    """A run ends where the next part of the block begins, every so many tokens; None: nowhere."""
+    """A run ends where the next part of the block begins. Parts have this many tokens; None: the
+    block has no parts."""
     block_offset: int = 0
-    """Where in its block the canvas begins."""
+    """The canvas' first row, counted from the beginning of its block."""
 
 
 class Run(NamedTuple):
     """The tokens that a step reveals, at least one."""
 
     tokens: list[int]
-    is_cut: bool  # a token closes the answer because not all of it fits
+    is_cut: bool  # whether tokens were replaced to close an answer that does not fit
 
 
 def reveal_run(
@@ -62,11 +65,12 @@ def reveal_run(
     rule: RunRule,
     stop: int,  # ends an answer that is cut
 ) -> Run:
-    """Returns the tokens that a step reveals in the rows from `first` on. The answer can be closed
-    after them within `num_tokens`.
+    """Returns the tokens that a step reveals in the rows from `first` on. Moves `state` past them.
+    The answer can be closed after them within `num_tokens`, unless no completion that fits is found
+    or the model is inside of a call that it chose to make.
 
     Raises:
-        StuckError: no token is legal.
+        StuckError: no token is legal, or the matcher has given up.
     """
     max_tokens = min(num_rows - first, num_tokens)
     end, path = state.copy(), LegalPath()
@@ -92,8 +96,12 @@ def _extend_run(
     rule: RunRule,
     path: LegalPath,
 ) -> None:
-    """Appends at most `max_tokens` tokens to `path`, as far as the rule reveals them, and moves
-    `state`."""
+    """Appends at most `max_tokens` tokens to `path`, as far as the rule reveals them. Moves `state`
+    past them.
+
+    Raises:
+        StuckError: no token is legal at the row `first`, or the matcher has given up.
+    """
     summed_nats, part = 0.0, rule.part_length
     for row in range(first, first + max_tokens):
         is_due = len(path.tokens) < max(rule.min_tokens, 1)
@@ -121,8 +129,8 @@ def _extend_run(
 def _choose_legal(
     state: GrammarState, choose_candidate: ChooseCandidate, row: int, mask: np.ndarray
 ) -> RowCandidate:
-    """Returns the row's candidate among the tokens of the mask [W]. Where the model would stop
-    inside of its reasoning, only tokens that end the reasoning are left."""
+    """Returns the row's candidate among the tokens of the mask [W] uint32. Where the model would
+    stop inside of its reasoning, it chooses only among the tokens that end the reasoning."""
     if (ends := state.reasoning_ends()) and choose_candidate(row, None).token in state.stops:
         mask = mask_of_tokens(ends, state.vocabulary.size)
     return choose_candidate(row, mask)

@@ -1,4 +1,4 @@
-"""What the model predicts for the rows of a canvas, and a legal path through them."""
+"""Holds what the model predicts for the rows of a canvas, and legal paths through the rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,14 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 BestLegalToken = Callable[[int, np.ndarray], tuple[int, float]]
-"""(row, mask [W] of at least one token) -> the most probable token of the mask, and its
+"""(row, mask [W] uint32 of at least one token) -> the most probable token of the mask, and its
 log-probability."""
 MoreTokens = Callable[[int], tuple[np.ndarray, np.ndarray]]
 """row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
 log-probabilities [k] fp32."""
 MORE_TOKENS = 512
 _ENOUGH_PROBABILITY = 0.9
-"""A search looks at the K tokens of a row alone if their probabilities add up to this."""
+"""If the K tokens of a row have at least this probability together, a search looks at them
+alone."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class CanvasRows:
     more: MoreTokens  # for rows whose K tokens have little probability
 
     def candidates(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens [k] int64 of a row that a search for a cheap path looks at, the best
-        first, and their log-probabilities [k] fp32."""
+        """Returns the tokens [k] int64 of a row that a search for a cheap path looks at, and their
+        log-probabilities [k] fp32, the most probable first."""
         if np.exp(self.logprobs[row]).sum() >= _ENOUGH_PROBABILITY:
             return self.tokens[row], self.logprobs[row]
         return self.more(row)
@@ -38,22 +39,24 @@ class CanvasRows:
 
 
 class FoundPath(NamedTuple):
-    """The tokens of a path that a search has found, one for each row from the canvas' first on."""
+    """The tokens of a path that a search has found: one for each row, beginning at the canvas'
+    first."""
 
     tokens: list[int]
-    cost_nats: float  # how much less probable they are than the rows' best guesses
+    cost_nats: float  # summed log-probability of the rows' best guesses, minus that of the tokens
 
 
 @dataclass
 class LegalPath:
-    """Legal tokens, one for each row from the canvas' first on, and what is known of these rows."""
+    """Legal tokens, one for each row beginning at the canvas' first, and facts about these rows."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cost_nats: float = 0.0
-    """How much less probable the tokens are than the rows' best guesses."""
+    """Summed log-probability of the best guesses of the repaired rows, minus that of the path's
+    tokens."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row -> [W] uint32, the tokens that are legal after the path's tokens before this row. Rows
+    """Row -> [W] uint32, the tokens that are legal in it after the path's tokens before it. Rows
     that the model is sure of have no mask: their distribution stays as it is."""
     num_reasoning: int = 0
     """How many of the first tokens are reasoning."""
@@ -62,7 +65,7 @@ class LegalPath:
     is_stuck: bool = False
     """Whether no token is legal after these tokens, though the answer has not ended."""
     first_repair: int | None = None
-    """The first row whose best guess is illegal."""
+    """The first row whose best guess is illegal; None: no row, or the path is not a walk."""
     confident_cost_nats: float = 0.0
     """The part of `cost_nats` from rows whose best guess is more probable than all other tokens
-    together."""
+    together. Only a walk computes it."""

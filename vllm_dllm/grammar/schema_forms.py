@@ -1,8 +1,8 @@
-"""Splits a JSON schema into forms, each of one type: follows references, and multiplies out
+"""Splits a JSON schema into forms, each of one type. Follows references, and multiplies out
 combinations such as `anyOf`.
 
-A form may allow fewer values than its schema, never others: an object has only the properties that
-the schema names.
+A form never allows a value that its schema does not allow. It may allow fewer: an object has only
+the properties that the schema names.
 """
 
 from collections.abc import Iterator
@@ -47,23 +47,24 @@ class SchemaError(ValueError):
 
 
 class Form(NamedTuple):
-    """Values of one type. An empty `schema` allows any value of that type."""
+    """The values of one type that a schema allows. An empty `schema` allows any value of that
+    type."""
 
     kind: str  # one of KINDS, "integer", or "values" of an enumeration
     schema: dict[str, Any]
-    path: str
+    path: str  # JSON pointer, which errors name
 
 
 class JsonSchema:
-    """A whole JSON schema, `root`. Methods take a schema inside of it and its path (JSON pointer),
-    which errors name."""
+    """A whole JSON schema, `root`. Methods take a schema inside of `root` and its path, a JSON
+    pointer that errors name."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
 
     def forms(self, schema: Any, path: str) -> list[Form]:
-        """Returns the forms of a schema: a value has to fit one of them. Raises SchemaError if
-        there are none, or the schema cannot be split."""
+        """Returns the forms of a schema: a value fits the schema if it fits one of its forms.
+        Raises SchemaError if the schema allows no value or cannot be split."""
         alternatives = self._multiply_out(schema, path, ())
         found = [form for one, place in alternatives for form in _split_by_type(one, place)]
         if not found:
@@ -71,14 +72,16 @@ class JsonSchema:
         return found
 
     def reference(self, schema: Any) -> str | None:
-        """Returns the `$ref` of a schema that has nothing else to say; None for other schemas."""
+        """Returns the `$ref` of a schema that restricts values by nothing else; None for other
+        schemas."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             return schema["$ref"] if not (schema.keys() - _NOTES - {"$ref"}) else None
         return None
 
     def union(self, schema: Any, path: str) -> list[tuple[Any, str]] | None:
-        """Returns the alternatives of a schema, and their paths, if it consists of `anyOf`, `oneOf`
-        or an `allOf` of one schema; None for other schemas."""
+        """Returns the alternatives of a schema and their paths, if the schema consists of `anyOf`,
+        `oneOf` or an `allOf` of one schema. Returns None for other schemas. Raises SchemaError if
+        the key's value has the wrong type, or a value could fit two alternatives of `oneOf`."""
         keys = schema.keys() - _NOTES if isinstance(schema, dict) else set()
         if len(keys) != 1 or not keys <= {"anyOf", "oneOf", "allOf"}:
             return None
@@ -92,7 +95,8 @@ class JsonSchema:
         return [(one, f"{path}/{key}/{i}") for i, one in enumerate(alternatives)]
 
     def resolve(self, reference: str, path: str) -> Any:
-        """Returns the schema that a reference leads to. Raises SchemaError if it leads nowhere."""
+        """Returns the schema that a `$ref` leads to. Raises SchemaError if it leads nowhere. `path`
+        is that of the schema that has the `$ref`."""
         found = self.root
         if not reference.startswith("#"):
             raise SchemaError(f"{path}/$ref must begin with '#', got {reference!r}")
@@ -106,8 +110,9 @@ class JsonSchema:
     def _multiply_out(
         self, schema: Any, path: str, followed: tuple[str, ...]
     ) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yields schemas without references and combinations, and their paths: a value fits
-        `schema` if it fits one of them. `followed`: references on the way here."""
+        """Yields schemas without references and combinations, and their paths. A value that fits
+        one of them fits `schema`. `followed` has the references that led to this schema. Raises
+        SchemaError if a reference leads back to itself, or the schema cannot be split."""
         if schema is False:
             return
         if schema is True:
@@ -179,8 +184,8 @@ def _are_disjoint(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _split_by_type(schema: dict[str, Any], path: str) -> Iterator[Form]:
-    """Yields the forms of a schema without combinations: one of its enumerated values, or one for
-    each type."""
+    """Yields the forms of a schema without combinations: one form for all enumerated values, or one
+    for each type. Raises SchemaError if an enumeration has other keys beside it."""
     if (values := _enum_values(schema)) is not None:
         fitting = [value for value in values if _has_type(value, _listed_types(schema))]
         if others := schema.keys() - {"enum", "const", "type"}:
@@ -193,7 +198,8 @@ def _split_by_type(schema: dict[str, Any], path: str) -> Iterator[Form]:
 
 
 def _check_keys(schema: dict[str, Any], path: str) -> None:
-    """Raises SchemaError for a key whose value has the wrong type, or that is not supported."""
+    """Raises SchemaError if the schema has a key that is not supported, or whose value has the
+    wrong type."""
     for key, value in schema.items():
         name, types = _EXPECTED.get(key, ("", (object,)))
         if not isinstance(value, types) or (isinstance(value, bool) and int in types):
@@ -205,8 +211,8 @@ def _check_keys(schema: dict[str, Any], path: str) -> None:
 
 
 def _merge_schemas(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns one schema for the values that fit both. Raises SchemaError where keys cannot be
-    combined."""
+    """Returns a new schema for the values that fit both `a` and `b`. Raises SchemaError if their
+    keys cannot be combined."""
     if "properties" in a and "properties" in b and ("additionalProperties" in {**a, **b}):
         raise SchemaError(
             f"{path}/additionalProperties is not supported where objects are combined"
@@ -227,7 +233,7 @@ def _merge_schemas(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str,
 
 
 def _enum_values(schema: Any) -> list[Any] | None:
-    """Returns the values that a schema enumerates; None if it does not."""
+    """Returns the values that a schema enumerates by `enum` or `const`; None if it has neither."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -236,7 +242,7 @@ def _enum_values(schema: Any) -> list[Any] | None:
 
 
 def _are_disjoint_enums(values: list[Any] | None, others: list[Any] | None) -> bool:
-    """Returns whether both are enumerations and have no value in common."""
+    """Returns whether both arguments enumerate values, and have no value in common."""
     return (
         values is not None and others is not None and not any(value in others for value in values)
     )
@@ -249,8 +255,8 @@ def _listed_types(schema: dict[str, Any]) -> list[str] | None:
 
 
 def _possible_types(schema: dict[str, Any]) -> list[str]:
-    """Returns the types that a schema lists; if it lists none, those that its keys are about; if
-    there are none, all."""
+    """Returns the types that values of a schema may have: those of its enumerated values, else
+    those under `type`, else those that its keys are about, else all."""
     if (values := _enum_values(schema)) is not None:
         return [kind for kind in KINDS if any(_has_type(value, [kind]) for value in values)]
     if (types := _listed_types(schema)) is not None:
@@ -260,7 +266,7 @@ def _possible_types(schema: dict[str, Any]) -> list[str]:
 
 
 def _common_types(a: list[str], b: list[str]) -> list[str]:
-    """Returns the types that are in both lists; an integer is a number, too."""
+    """Returns the types that are in both lists. "number" and "integer" have "integer" in common."""
     found = [kind for kind in a if kind in b]
     if "integer" in {*a, *b} and all({*types} & {"integer", "number"} for types in (a, b)):
         found = [*(kind for kind in found if kind != "integer"), "integer"]
@@ -268,7 +274,8 @@ def _common_types(a: list[str], b: list[str]) -> list[str]:
 
 
 def _has_type(value: Any, types: list[str] | None) -> bool:
-    """Returns whether a value has one of these types of JSON schema; None: any."""
+    """Returns whether a value has one of the types of JSON schema in `types`; None: any type will
+    do."""
     if types is None:
         return True
     if value is None or isinstance(value, bool):

@@ -12,22 +12,24 @@ from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 
 class GrammarState:
-    """The state of a grammar after some tokens of an answer.
+    """The place that an answer has reached in its grammar, after some of its tokens.
 
-    It adds to llguidance's matcher what the matcher never sees: stop tokens, which are legal where
-    the grammar is complete; reasoning before the answer, in which all other tokens are legal; and
-    the tokens that the request excludes.
+    It adds to llguidance's matcher what the matcher never sees:
+    - stop tokens, which are legal where the grammar is complete;
+    - reasoning before the answer, in which all other tokens are legal;
+    - the tokens that the request excludes.
     """
 
     def __init__(
         self,
         matcher: LLMatcher,
         vocabulary: GrammarVocabulary,
-        stops: frozenset[int],  # none that is excluded
+        stops: frozenset[int],  # tokens that end the answer; excluded ones are left out
         exclusions: Exclusions | None = None,
         min_tokens: int = 0,
         reasoning: Reasoning | None = None,
     ) -> None:
+        """Takes over `matcher`, which nothing else may move."""
         self._matcher = matcher
         self.vocabulary = vocabulary
         self.stops = stops
@@ -49,12 +51,13 @@ class GrammarState:
         """Characters of whitespace in the tokens of whitespace alone that came last."""
         self.plan: list[int] | None = None
         """Tokens that complete the answer from here, if some are known."""
-        # What searches found from here: by the most tokens allowed, and after some tokens.
+        # Caches of `completion.find_completion` and `cutting._find_tail`, by their arguments.
         self.known_completions: dict[int, list[int] | None] = {}
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 
     def copy(self) -> "GrammarState":
-        """Returns another state at the same place, without the plan and the completions found."""
+        """Returns another state at the same place, which moves by itself. The plan and the cached
+        completions are not copied."""
         matcher = self._matcher.deep_copy()
         other = GrammarState(
             matcher,
@@ -75,21 +78,23 @@ class GrammarState:
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
     def is_complete(self) -> bool:
-        """Returns whether the answer may end here."""
+        """Returns whether the answer may end here: the grammar is complete and `min_tokens` are
+        reached."""
         return self._is_accepting() and not self._must_go_on()
 
     def _is_accepting(self) -> bool:
-        """Returns whether the grammar is complete, whatever `min_tokens` says."""
+        """Returns whether the grammar is complete here; `min_tokens` do not count."""
         return self.reasoning is None and self._matcher.is_accepting()
 
     def _must_go_on(self) -> bool:
-        """Returns whether `min_tokens` are not reached and some token but a stop is legal."""
+        """Returns whether `min_tokens` are not reached yet and some token other than a stop is
+        legal."""
         return self.min_tokens > 0 and bool(self._without_stops(self._mask_but_stops()).any())
 
     # --- consuming tokens -------------------------------------------------------------------
 
     def allows_token(self, token: int) -> bool:
-        """Returns whether `token` may come next."""
+        """Returns whether `token` may come next. Changes nothing."""
         if token in self.stops:
             return self._may_stop_at(token)
         if self._before_first_excluded([token]) != [token]:
@@ -101,7 +106,8 @@ class GrammarState:
         return self._matcher.validate_tokens([token]) == 1
 
     def consume_token(self, token: int) -> bool:
-        """Moves on by `token`. Returns False, and changes nothing, if it is illegal here."""
+        """Moves on by `token`, which may be a stop token, and returns True. If the token is illegal
+        here, returns False and changes nothing."""
         if token in self.stops:
             if self._may_stop_at(token):
                 self.has_ended = True
@@ -110,14 +116,14 @@ class GrammarState:
         return self.consume_tokens([token]) == 1
 
     def _may_stop_at(self, stop: int) -> bool:
-        """Returns whether the stop token may come next: the grammar is complete, or has it as
-        text."""
+        """Returns whether the stop token may come next: the grammar is complete, or has the token
+        as text."""
         fits = self._is_accepting() or self._matcher.validate_tokens([stop]) == 1
         return self.reasoning is None and fits and not self._must_go_on()
 
     def consume_tokens(self, tokens: Sequence[int]) -> int:
-        """Moves on by the tokens up to the first illegal one, and returns how many these are. None
-        of the tokens may be a stop token."""
+        """Moves on by the tokens before the first illegal one, and returns their number. None of
+        the tokens may be a stop token."""
         tokens, call_begin = list(tokens), self.vocabulary.call_begin
         if call_begin not in tokens:
             return self._consume_outside_calls(tokens)
@@ -137,7 +143,7 @@ class GrammarState:
         return self._matcher.is_accepting() or bool(others.any())
 
     def _consume_outside_calls(self, tokens: list[int]) -> int:
-        """Does what `consume_tokens` does, but does not look for the beginning of a call."""
+        """Moves on as `consume_tokens` does, but does not notice where a call begins."""
         admitted = self._before_first_excluded(tokens)
         count = self._consume_reasoning(admitted)
         if count < len(admitted) and self.reasoning is None:
@@ -159,7 +165,8 @@ class GrammarState:
         return count
 
     def _consume_reasoning(self, tokens: list[int]) -> int:
-        """Returns how many of the tokens are reasoning, and leaves it where one of them ends it."""
+        """Returns how many of the tokens, from the first on, are reasoning. Sets `reasoning` where
+        the first token begins it, and to None where a token ends it."""
         optional = self._optional_reasoning
         if optional is not None and tokens and tokens[0] in optional.begins:
             self.reasoning = optional
@@ -178,11 +185,12 @@ class GrammarState:
         return len(tokens)
 
     def _forget_completions(self) -> None:
+        """Clears the completions that searches have cached, since the state has moved."""
         self.known_completions.clear()
         self.known_tails.clear()
 
     def _before_first_excluded(self, tokens: list[int]) -> list[int]:
-        """Returns the tokens before the first that the request excludes."""
+        """Returns the tokens before the first one that the request excludes."""
         if self.exclusions is None:
             return tokens
         previous = list(self._previous)
@@ -195,7 +203,7 @@ class GrammarState:
     # --- which tokens may come next ---------------------------------------------------------
 
     def compute_mask(self) -> np.ndarray:
-        """Returns the mask [W] uint32 of the tokens that may come next."""
+        """Returns a new mask [W] uint32 of the tokens that may come next, stop tokens included."""
         mask = self._mask_but_stops()
         if self.min_tokens > 0:
             others = self._without_stops(mask)
@@ -206,8 +214,8 @@ class GrammarState:
         return mask
 
     def _mask_but_stops(self) -> np.ndarray:
-        """Returns the mask [W] of the tokens that may come next, apart from stop tokens that are
-        legal because the grammar is complete."""
+        """Returns a new mask [W] uint32 of the tokens that may come next, without the stop tokens
+        that are legal only because the grammar is complete."""
         if self.reasoning is not None:
             return self._reasoning_mask()
         mask = self._grammar_mask()
@@ -216,8 +224,8 @@ class GrammarState:
         return mask
 
     def closing_tokens(self) -> np.ndarray:
-        """Returns [V] bool: the legal tokens that may close an answer. None of them ends it, and
-        none begins reasoning or an optional call."""
+        """Returns [V] bool: the legal tokens that may help to close an answer. Stop tokens, and
+        tokens that begin reasoning or an optional call, are not among them."""
         mask = self._grammar_mask() if self.reasoning is None else self._reasoning_mask()
         is_legal = unpack_mask(self._without_stops(mask), self.vocabulary.size)
         call_begin = self.vocabulary.call_begin
@@ -226,7 +234,8 @@ class GrammarState:
         return is_legal
 
     def _grammar_mask(self) -> np.ndarray:
-        """Returns the mask [W] of what the grammar allows and the request does not exclude."""
+        """Returns a new mask [W] uint32 of what the grammar allows and the request does not
+        exclude."""
         mask = np.zeros(self.vocabulary.mask_length, dtype=np.uint32)
         address = mask.__array_interface__["data"][0]  # a tenth of the time of `mask.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, mask.nbytes)
@@ -237,7 +246,7 @@ class GrammarState:
         return mask
 
     def _reasoning_mask(self) -> np.ndarray:
-        """Returns the mask [W] of what may come next inside of reasoning."""
+        """Returns a new mask [W] uint32 of what may come next inside of reasoning."""
         mask = self._without_stops(self.vocabulary.full_mask)
         if self.exclusions is not None:
             self.exclusions.remove_from_(mask, self._previous)
@@ -247,14 +256,15 @@ class GrammarState:
         return mask
 
     def _without_stops(self, mask: np.ndarray) -> np.ndarray:
-        """Returns a copy of the mask without stop tokens."""
+        """Returns a copy of the mask [W] uint32 without stop tokens."""
         mask = mask.copy()
         remove_tokens_(mask, {*self.stops, self.vocabulary.tokenizer.eos_token})
         return mask
 
     def _add_other_spellings_(self, mask: np.ndarray) -> None:
-        """Adds the tokens that the forced text begins with. llguidance's mask has the tokenizer's
-        own spelling of a forced text alone; where that is excluded, any other will do."""
+        """Adds the tokens that the forced text begins with to the mask [W] uint32, in place.
+        llguidance's mask has only the tokenizer's own spelling of a forced text. If the request
+        excludes that, any other spelling will do."""
         text = self._matcher.compute_ff_bytes()
         for end in range(1, min(len(text), self.vocabulary.longest_token_bytes) + 1):
             token = self.vocabulary.token_by_bytes.get(text[:end])
@@ -262,9 +272,9 @@ class GrammarState:
                 add_tokens_(mask, [token])
 
     def forced_tokens(self) -> list[int]:
-        """Returns the tokens that come next whatever the model says, up to the first that would end
-        the answer or is excluded. It returns none where the tokenizer could spell the forced text
-        in several ways."""
+        """Returns the tokens that have to come next, up to the first that would end the answer or
+        is excluded. Returns none where the tokenizer could spell the forced text in several ways,
+        and none inside of reasoning."""
         if self.has_ended or self.reasoning is not None or self._optional_reasoning is not None:
             return []
         tokens = self._before_first_excluded(self._matcher.compute_ff_tokens())
@@ -272,8 +282,9 @@ class GrammarState:
         return tokens[:stop]
 
     def reasoning_ends(self) -> list[int]:
-        """Returns the tokens that may end the reasoning here. Tokens that are part of the answer,
-        too, such as the beginning of a call, come last: they leave it less choice."""
+        """Returns the tokens that may end the reasoning here; none outside of reasoning. Tokens
+        that are also a part of the answer, such as the beginning of a call, come last: after them
+        the answer has less choice."""
         if self.reasoning is None:
             return []
         opening = self.reasoning.opening

@@ -1,6 +1,7 @@
-"""What the grammars know of a tokenizer: its tokens' bytes, and which tokens end or part things.
+"""Describes a tokenizer to the grammars: its tokens' bytes, and which tokens close or separate
+things.
 
-Arrays are computed once, at first use. Arrays of tokens are int64.
+Arrays are computed once, at first use. Arrays of tokens are [n] int64.
 """
 
 from collections.abc import Callable
@@ -40,22 +41,25 @@ class GrammarVocabulary:
 
     @cached_property
     def num_spaces(self) -> np.ndarray:
-        """[V] int32: the characters of tokens that are whitespace alone; 0 for the others."""
+        """[V] int32: the number of characters of each token that is whitespace alone; 0 for other
+        tokens."""
         found = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
         return np.array(found, dtype=np.int32)
 
     @cached_property
     def call_begin(self) -> int | None:
-        """The token that begins a tool call of Gemma 4, if the vocabulary has one."""
+        """The token that begins a tool call of Gemma 4; None if the vocabulary has no such
+        token."""
         return self._find_special_token(CALL)
 
     @cached_property
     def call_end(self) -> int | None:
-        """The token that ends a tool call of Gemma 4, if the vocabulary has one."""
+        """The token that ends a tool call of Gemma 4; None if the vocabulary has no such token."""
         return self._find_special_token(END)
 
     def _find_special_token(self, name: str) -> int | None:
-        """Returns the special token of that name; None if there is none."""
+        """Returns the special token with the name `name`; None if the vocabulary has no such
+        token."""
         tokens = self.tokenizer.tokenize_str(name)
         is_one = len(tokens) == 1 and self.tokenizer.decode_str(tokens) == name
         return tokens[0] if is_one else None
@@ -64,25 +68,28 @@ class GrammarVocabulary:
 
     @cached_property
     def special_tokens(self) -> np.ndarray:
-        """All special tokens. Where a grammar has one, it mostly ends something."""
+        """All special tokens. Where a grammar allows one, it mostly ends something."""
         is_special = self.tokenizer.is_special_token
         return np.array([t for t in range(self.size) if is_special(t)], dtype=np.int64)
 
     @cached_property
     def bracket_closers(self) -> np.ndarray:
-        """Tokens that may close arrays and objects outside of strings, the longest first."""
+        """Tokens of nothing but closing brackets `}])>`, the longest first. Outside of strings they
+        may close arrays and objects. Special tokens, whose bytes are empty, come last."""
         return self._find_longest_first(lambda text: not text.strip(b"}])>"))
 
     @cached_property
     def string_closers(self) -> np.ndarray:
-        """Tokens that may end a string. Those that also close the most brackets come first."""
+        """Tokens of a quotation mark and perhaps closing brackets, which may end a string. Those
+        that also close the most brackets come first."""
         return self._find_longest_first(
             lambda text: text[:1] == b'"' and not text[1:].strip(b"}])>")
         )
 
     @cached_property
     def punctuation(self) -> np.ndarray:
-        """Tokens of several characters of JSON's punctuation, the longest first."""
+        """Tokens of two or more characters, all of them JSON's punctuation or spaces; the longest
+        first."""
         return self._find_longest_first(lambda text: len(text) > 1 and not text.strip(b'{["]}:, '))
 
     @cached_property
@@ -93,7 +100,8 @@ class GrammarVocabulary:
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """Tokens of one visible ASCII character: quotation mark, digits, the others."""
+        """Tokens of one visible ASCII character: the quotation mark, then digits, then all
+        others."""
         tokens = [t for t, text in enumerate(self.token_bytes) if text in _CHARACTERS]
         order = sorted(tokens, key=lambda t: _CHARACTERS.index(self.token_bytes[t]))
         return np.array(order, dtype=np.int64)
@@ -104,7 +112,7 @@ class GrammarVocabulary:
         return self._find_longest_first(lambda text: True)
 
     def _find_longest_first(self, is_wanted: Callable[[bytes], bool]) -> np.ndarray:
-        """Returns the tokens whose bytes are wanted, the longest first."""
+        """Returns the tokens [n] int64 whose bytes `is_wanted` accepts, the longest first."""
         tokens = [t for t, text in enumerate(self.token_bytes) if is_wanted(text)]
         tokens.sort(key=lambda t: -len(self.token_bytes[t]))
         return np.array(tokens, dtype=np.int64)
@@ -113,18 +121,18 @@ class GrammarVocabulary:
 
     @cached_property
     def token_by_bytes(self) -> dict[bytes, int]:
-        """A token of each text that is one token."""
+        """Bytes -> a token with these bytes. Special tokens are left out."""
         return {text: token for token, text in enumerate(self.token_bytes) if text}
 
     @cached_property
     def token_by_stripped_bytes(self) -> dict[bytes, int]:
-        """A token of each text that is one token, with or without whitespace: `":` finds `": "`. A
-        token without whitespace wins."""
+        """Bytes -> a token that has these bytes once whitespace is removed from it. A token with
+        exactly these bytes wins. So `":` finds the token `": "` if `":` is no token."""
         found = {text.translate(None, _SPACE): token for text, token in self.token_by_bytes.items()}
         found.pop(b"", None)
         return {**found, **self.token_by_bytes}
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """Bytes of the longest token."""
+        """The length of the longest token, in bytes."""
         return max(map(len, self.token_bytes))

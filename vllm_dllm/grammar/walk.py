@@ -1,5 +1,5 @@
-"""Walks a grammar along the best guesses of a canvas: a legal guess is kept, and an illegal one
-gives way to the row's most probable legal token."""
+"""Walks a grammar along the best guesses of a canvas. A legal guess is kept. An illegal one gives
+way to the row's most probable legal token."""
 
 import math
 from typing import NamedTuple
@@ -17,25 +17,26 @@ from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState
 
 SURE_LOGPROB = math.log(0.99)
-"""A row whose best guess is legal and at least as probable gets no mask: what is illegal in it has
+"""A row gets no mask if its best guess is legal and at least this probable: all other tokens have
 hardly any probability."""
 _CONFIDENT_LOGPROB = math.log(0.5)
 MAX_SPACES = 32
-"""Characters of whitespace in a row, from tokens of nothing else. JSON allows any number, and a
-model that is unsure of what follows would write it to the end of the canvas."""
+"""The most characters of whitespace in succession, from tokens of whitespace alone. JSON allows any
+number, and a model that is unsure of what follows would write it to the end of the canvas."""
 
 
 class StuckError(RuntimeError):
-    """No token is legal though the grammar is incomplete; mostly a limit of llguidance."""
+    """No token is legal though the grammar is incomplete, mostly because of a limit of
+    llguidance."""
 
 
 def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> LegalPath:
     """Returns a legal path through the first `num_rows` rows: each row's best guess, or where that
-    is illegal its most probable legal token. The path stops early where the answer ends, or with
-    `is_stuck` where no token is legal. Moves `state` to the path's end.
+    is illegal the row's most probable legal token. Moves `state` to the path's end. The path stops
+    early where the answer ends, or with `is_stuck` where no token is legal.
 
-    Rows in succession that the model is sure of are consumed in one call. Every other row has its
-    mask computed, which its entropy and its candidate need anyway.
+    Successive rows that the model is sure of are consumed in one call. Every other row has its mask
+    computed, which the row's entropy and candidate need anyway.
 
     Raises:
         StuckError: the matcher has given up.
@@ -61,8 +62,9 @@ def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> L
 
 
 def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: LegalPath) -> int:
-    """Appends the best guesses of the rows of reasoning, if there is any, to the path; a stop token
-    gives way to a token that ends the reasoning. Returns the first row after it. Moves `state`."""
+    """Appends the best guesses of the rows of reasoning to `path`. A stop token gives way to a
+    token that ends the reasoning. Returns the first row after the reasoning, 0 if there is none.
+    Moves `state`, and sets `path.is_stuck` where no token is legal."""
     row = 0
     while row < num_rows and state.reasoning is not None:
         guess = int(rows.tokens[row, 0])
@@ -84,8 +86,8 @@ def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: 
 
 
 def find_unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndarray:
-    """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`,
-    or is whitespace or a stop token; and `num_rows` as the last entry."""
+    """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`, is
+    whitespace, or is a stop token. `num_rows` is added as the last entry. Does not move `state`."""
     guess = rows.tokens[:num_rows, 0]
     unsure = rows.logprobs[:num_rows, 0] < SURE_LOGPROB
     unsure |= state.vocabulary.num_spaces[guess] > 0
@@ -97,8 +99,9 @@ def find_unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np
 def _append_best_legal_token(
     state: GrammarState, rows: CanvasRows, row: int, path: LegalPath
 ) -> bool:
-    """Appends the row's most probable legal token to the path, and moves `state`. Returns False if
-    no token is legal."""
+    """Appends the row's most probable legal token to the path, moves `state` past it, and returns
+    True. Returns False and changes nothing if no token is legal. Raises StuckError if the matcher
+    has given up."""
     mask = mask_with_few_spaces(state)
     if (choice := _best_legal_token(rows, row, mask)) is None:
         return False
@@ -138,11 +141,11 @@ def mask_with_few_spaces(state: GrammarState) -> np.ndarray:
 
 
 class _Choice(NamedTuple):
-    """A token of a row."""
+    """A token that was chosen for a row."""
 
     token: int
     logprob: float
-    rank: int  # among the row's tokens, the best has 0; K: it is none of the K most probable ones
+    rank: int  # place among the row's K most probable tokens, from 0; K: it is not among them
 
 
 def _best_legal_token(rows: CanvasRows, row: int, mask: np.ndarray) -> _Choice | None:
@@ -156,7 +159,13 @@ def _best_legal_token(rows: CanvasRows, row: int, mask: np.ndarray) -> _Choice |
 
 
 def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> LegalPath:
-    """Returns the path of these legal tokens, with its masks. Moves `state` to its end."""
+    """Returns the path of the legal tokens `tokens`, with its masks, for the canvas' first rows.
+    Moves `state` to the path's end. Does not set the path's `first_repair` and
+    `confident_cost_nats`.
+
+    Raises:
+        StuckError: the matcher has given up.
+    """
     path = LegalPath()
     for row, token in enumerate(tokens):
         best = logprob = float(rows.logprobs[row, 0])
@@ -176,7 +185,8 @@ def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Lega
 
 
 def _token_logprob(state: GrammarState, rows: CanvasRows, row: int, token: int) -> float:
-    """Returns a token's log-probability in a row, also if it is none of the K most probable."""
+    """Returns a token's log-probability in a row, even if it is not among the K most probable
+    tokens."""
     (ranks,) = np.nonzero(rows.tokens[row] == token)
     if len(ranks):
         return float(rows.logprobs[row, ranks[0]])

@@ -1,5 +1,5 @@
-"""Admits requests to the engine: checks what each asks for, and makes its `RequestOptions`. All
-requests come this way."""
+"""Admits requests to the engine: checks the parameters and `diffusion_*` keys of each request, and
+makes its `RequestOptions`. All requests come this way."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -35,27 +35,29 @@ from vllm_dllm.requests.prediction import encode_prediction
 from vllm_dllm.requests.structured_outputs import check_structured_outputs
 
 Resolve = Callable[[SamplingParams], Any]
+"""vLLM's own part of the admission. It checks the parameters and returns vLLM's request. That has a
+copy of the parameters, with stop tokens, and with bad words as tokens."""
 _NOT_VERIFIED = STEP_KEYS - {f"{PREFIX}{name}" for name in ("acceptance", "logprobs")}
-"""vLLM's own part of the admission: checks the parameters, and returns vLLM's request. That has a
-copy of them, with stop tokens, and with bad words as tokens."""
+"""Keys that have no use with diffusion_acceptance "verified"."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server offers, which requests are checked against."""
+    """What a server offers: the model and the settings that requests are checked against."""
 
     config: VllmConfig
     tokenizer: Any  # None: --skip-tokenizer-init
     canvas_length: int
     vocab_size: int
-    family: Family | None  # of a masked model
-    blocks_in_flight: int  # of a masked model
-    defaults: Mapping[str, Any]  # of options that requests leave out
+    family: Family | None  # of a masked model; None: DiffusionGemma
+    blocks_in_flight: int  # the most blocks that a masked model denoises at once for a request
+    defaults: Mapping[str, Any]  # field of `RequestOptions` -> value where a request has no key
     limits: RequestLimits | None  # None: offline, where nobody waits for others
 
     @classmethod
     def from_config(cls, config: VllmConfig, tokenizer: Any, *, to_many: bool) -> "ServedModel":
-        """Reads vLLM's configuration. `to_many`: of a server, whose clients wait for each other."""
+        """Reads vLLM's configuration of a diffusion model. `to_many` is True for a server whose
+        clients wait for each other: its limits apply. Offline it is False."""
         assert config.diffusion_config is not None, "vLLM makes it for diffusion architectures"
         extension = ExtensionConfig.from_additional_config(config.additional_config)
         family = family_of(config.model_config.architecture, config.model_config.hf_config)
@@ -72,12 +74,12 @@ class ServedModel:
 
 
 def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
-    """Checks a request for a diffusion model, and returns vLLM's request, whose parameters have its
-    `RequestOptions` in them.
+    """Checks a request for a diffusion model, and returns vLLM's request. Its parameters are a copy
+    of `params` with the request's `RequestOptions` in `extra_args`.
 
     Raises:
-        VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected
-            and what came.
+        VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected and
+            what came.
     """
     options = parse_options(params, served)
     if served.limits is not None:
@@ -114,7 +116,11 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
 
 def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
     """Checks a request for a target with a drafter, and returns vLLM's request. vLLM's sampler
-    serves it, so it has no `RequestOptions`."""
+    serves it, so it has no `RequestOptions`.
+
+    Raises:
+        VLLMValidationError: becomes HTTP 400; a parameter is one that the sampler cannot serve.
+    """
     request = resolve(params)
     check_numbers(request.sampling_params)
     check_allowed_tokens(request.sampling_params)
@@ -123,8 +129,13 @@ def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
 
 
 def parse_options(params: SamplingParams, served: ServedModel) -> RequestOptions:
-    """Reads the `diffusion_*` keys of a request. Raises VLLMValidationError for what no request may
-    ask of this model."""
+    """Returns the options that the `diffusion_*` keys of a request ask for. Does not change
+    `params`.
+
+    Raises:
+        VLLMValidationError: a key is unknown, or asks for what this model does not do; names the
+            key.
+    """
     extra = params.extra_args or {}
     given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
     feed = given.pop(FEED, None)
@@ -138,7 +149,8 @@ def parse_options(params: SamplingParams, served: ServedModel) -> RequestOptions
 
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a key of this request that its mode has no use for."""
+    """Raises ValueError if the request has a key that its mode or its acceptance rule has no use
+    for."""
     if options.is_verified and (useless := STEP_KEYS & given.keys()):
         key = min(useless)
         raise ValueError(
@@ -154,8 +166,8 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
 
 
 def _check_canvas(options: RequestOptions, served: ServedModel, params: SamplingParams) -> None:
-    """Raises ValueError for options that do not fit the served canvas or vocabulary, or each
-    other."""
+    """Raises ValueError for options that contradict the served canvas or vocabulary, the other
+    parameters, or each other."""
     length, vocab_size = served.canvas_length, served.vocab_size
     width = options.canvas_length or length
     if width > length:
@@ -211,8 +223,9 @@ def _check_canvas(options: RequestOptions, served: ServedModel, params: Sampling
 
 
 def _check_no_prompt_logprobs(params: SamplingParams) -> None:
-    """Raises VLLMValidationError if a request asks for log-probabilities of its prompt, for a model
-    whose known tokens see their whole block."""
+    """Raises VLLMValidationError if a request asks for log-probabilities of its prompt. It is for
+    masked models whose known tokens see their whole block: there such log-probabilities mean
+    nothing."""
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         raise VLLMValidationError(
             "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "
@@ -222,8 +235,12 @@ def _check_no_prompt_logprobs(params: SamplingParams) -> None:
 
 
 def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:
-    """Returns a copy of the parameters of a read-only request, whose answer is one canvas of
-    `width` tokens. EOS does not end it, since it may be anywhere in the canvas."""
+    """Returns a copy of the parameters of a read-only request: its answer is at most one canvas of
+    `width` tokens, and EOS does not end it, since EOS may be anywhere in the canvas.
+
+    Raises:
+        VLLMValidationError: min_tokens are more than that.
+    """
     most = min(params.max_tokens or width, width)
     if params.min_tokens > most:  # which the engine would fail to decode
         raise VLLMValidationError(

@@ -1,7 +1,7 @@
 """Reads an answer of Gemma 4: its tool calls, with arguments as JSON, and the text around them.
 
-vLLM's own parser cannot do it: it takes an unfinished call for a whole one, tells `51` and
-`<|"|>51<|"|>` apart by the schema alone, and reads a marker inside of a text as the end of a call.
+vLLM's own parser takes an unfinished call for a whole one, tells `51` and `<|"|>51<|"|>` apart only
+by the schema, and reads a marker inside of a text as the end of a call.
 """
 
 import json
@@ -22,34 +22,35 @@ _SEPARATORS = {",": ", ", ":": ": "}  # as `json.dumps` writes them
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call."""
+    """A tool call that is complete."""
 
     name: str
-    arguments: str  # JSON
+    arguments: str  # an object in JSON
 
 
 class _UnfinishedError(Exception):
-    """The text so far may still become a call."""
+    """The text that has come may still become a call."""
 
 
 class _MalformedError(ValueError):
-    """The text so far is not the beginning of a call."""
+    """The text that has come is not the beginning of a call."""
 
 
 class GemmaReader:
-    """Reads one answer, piece by piece. A call is known when its arguments end. Malformed calls are
-    text; markers are left out of it."""
+    """Reads one answer, piece by piece. A call is returned when its arguments end. Malformed calls
+    are text, from which markers are left out. With `reads_calls` False all calls are text."""
 
     def __init__(self, markers: Collection[str] = MARKERS, *, reads_calls: bool = True) -> None:
+        """Starts an answer. `markers` are the texts of tokens that are not shown."""
         self._markers, self._reads_calls = markers, reads_calls
         self._marker = re.compile("|".join(map(re.escape, markers)))
-        self._rest = ""  # may be the beginning of a call or a marker
-        self._spaces = ""  # whitespace, which is not shown before a call or after the last one
+        self._rest = ""  # text that may be the beginning of a call or a marker
+        self._spaces = ""  # whitespace that is not shown if a call or the end follows
         self._has_calls = False
 
     def read_piece(self, text: str) -> tuple[str, list[Call]]:
-        """Reads the next piece. Returns what is now known of the text around the calls, and the
-        calls that have ended."""
+        """Reads the next piece. Returns the text around the calls that is certain by now and was
+        not returned before, and the calls that have ended with this piece."""
         text, around, calls, at = self._rest + text, self._spaces, [], 0
         end = len(text)
         while marker := self._marker.search(text, at):
@@ -74,8 +75,8 @@ class GemmaReader:
         return content, calls
 
     def finish(self, stops: Collection[str] = ()) -> str:
-        """Ends the answer, and returns the rest of its text. `stops`: the request's stop strings,
-        one of which may have cut a marker."""
+        """Ends the answer, and returns the rest of its text. The rest is left out if it is an
+        unfinished call, or a marker that one of the request's stop strings `stops` may have cut."""
         rest, self._rest = self._rest, ""
         if rest.startswith(CALL) or is_cut_marker(rest, self._markers, stops):
             rest = ""
@@ -84,15 +85,16 @@ class GemmaReader:
 
 
 def read_calls(text: str) -> tuple[str, list[Call]]:
-    """Splits a whole answer into the text around the calls, and the calls."""
+    """Returns the text around the calls of a whole answer, and the calls."""
     reader = GemmaReader()
     around, calls = reader.read_piece(text)
     return around + reader.finish(), calls
 
 
 def _read_call(text: str, begin: int) -> tuple[Call, int]:
-    """Returns the call whose marker ends at `begin`, and where its arguments end. Raises
-    _UnfinishedError or _MalformedError if there is no whole call."""
+    """Returns the call whose marker ends at index `begin`, and the index after its arguments.
+    Raises _UnfinishedError if the text ends before the call, and _MalformedError if it is no
+    call."""
     head = _CALL_HEAD.match(text, begin)
     if head is None:
         came = text[begin:]
@@ -124,8 +126,9 @@ def _read_call(text: str, begin: int) -> tuple[Call, int]:
 
 
 def _argument_parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
-    """Yields where each part of the arguments ends, its kind (a group of `_ARGUMENT_PART`) and its
-    text. Raises _UnfinishedError at the end of `text`, and _MalformedError where no part begins."""
+    """Yields for each part of the arguments, from index `at` on, the index after it, its kind (a
+    group of `_ARGUMENT_PART`) and its text. Raises _UnfinishedError at the end of `text`, and
+    _MalformedError where no part begins."""
     while at < len(text):
         found = _ARGUMENT_PART.match(text, at)
         if found is None:
@@ -139,7 +142,7 @@ def _argument_parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
 
 
 def _word_json(word: str) -> str:
-    """Returns a number, a boolean or null as it is, and any other word as a JSON string."""
+    """Returns a number, a boolean or null unchanged, and any other word as a JSON string."""
     try:
         json.loads(word)
     except ValueError:
@@ -148,20 +151,21 @@ def _word_json(word: str) -> str:
 
 
 def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -> bool:
-    """Returns whether `text` is the beginning of a marker that one of the stop strings may have
-    cut."""
+    """Returns whether `text` is the beginning of a marker, and one of the stop strings `stops` may
+    have cut the marker after it."""
     after = [marker[len(text) :] for marker in markers if text and marker.startswith(text)]
     return any(_may_cut(stop, text, rest) for rest in after for stop in stops)
 
 
 def _may_cut(stop: str, before: str, after: str) -> bool:
-    """Returns whether a stop string may have cut a marker between `before` and `after`."""
+    """Returns whether the stop string may have cut a marker into `before`, which was sent, and
+    `after`."""
     is_left_out = after.startswith(stop) or stop.startswith(after)
     return is_left_out or before.endswith(stop) or stop.endswith(before)
 
 
 def overlap_length(text: str, word: str) -> int:
-    """Returns how many characters at the end of `text` are the beginning of `word`; fewer than all
-    of `word`."""
+    """Returns the length of the longest end of `text` that is the beginning of `word`, but not all
+    of it."""
     lengths = range(min(len(text), len(word) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(word[:n])), 0)

@@ -20,9 +20,12 @@ _HEAD = "thought\n"  # before the reasoning; not shown
 
 
 class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
-    """vLLM's interface of reasoning parsers."""
+    """Implements vLLM's interface of reasoning parsers for Gemma 4. Raises RuntimeError if the
+    tokenizer lacks a token that begins or ends reasoning."""
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes the reader of a stream whose prompt has not begun the reasoning. The further
+        arguments are vLLM's."""
         super().__init__(tokenizer, *args, **kwargs)
         missing = [name for name in (BEGIN, END) if name not in self.vocab]
         if missing:
@@ -31,18 +34,22 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
                 f"{' and '.join(missing)}. Leave --reasoning-parser out: this model does not reason"
             )
         self._reader = self._make_reader(begins_open=False)
-        self._tokens: Counter[int | None] = Counter()  # that have come in the stream
+        self._tokens: Counter[int | None] = Counter()  # token -> how often it came in the stream
 
     def _make_reader(self, *, begins_open: bool) -> "ReasoningReader":
+        """Returns a reader of one answer; with `begins_open` the answer begins inside of
+        reasoning."""
         markers = {BEGIN, END, *MARKERS, *self.model_tokenizer.all_special_tokens}
         return ReasoningReader(markers, begins_open=begins_open)
 
     def adjust_initial_state_from_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Starts the stream's reader inside of reasoning if the prompt has begun the reasoning."""
         super().adjust_initial_state_from_prompt(prompt_token_ids)
         self._reader = self._make_reader(begins_open=begins_in_reasoning(self))
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
-        """Splits a whole answer into reasoning and content."""
+        """Returns the reasoning and the content of a whole answer; None in the place of an empty
+        one."""
         begins_open = END in model_output and BEGIN not in model_output.partition(END)[0]
         reader = self._make_reader(begins_open=begins_open)
         begun = reader.read_piece(model_output)
@@ -60,16 +67,19 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
-        """Returns the reasoning and the content that the next piece of the stream adds."""
+        """Returns the reasoning and the content that the next piece of the stream adds; None if it
+        adds nothing. Uses only the piece, `delta_text` and `delta_token_ids`."""
         self._tokens.update(delta_token_ids)
         return _delta_message(self._reader.read_piece(delta_text))
 
     def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Returns whether a tool call has come, after which nothing is reasoning. vLLM's hook."""
         return self._reader.has_ended
 
     def finish_streaming(self) -> DeltaMessage | None:
-        """Returns what is left when the stream has ended. A rest is a cut marker if the marker's
-        token has come more often than its text: only a stop string cuts a token's text."""
+        """Returns what is left when the stream has ended; None if nothing is. A rest is a cut
+        marker, and not shown, if the marker's token has come more often than its text: only a stop
+        string cuts the text of a token."""
         reader = self._reader
         begun = [marker for marker in reader.markers if marker.startswith(reader.rest)]
         is_cut = any(self._tokens[self.vocab.get(one)] > reader.seen[one] for one in begun)
@@ -84,27 +94,31 @@ class Texts(NamedTuple):
 
 
 class ReasoningReader:
-    """Reads one answer, piece by piece. From the first marker of a tool call on, all is content,
-    markers too: the tool parser reads them."""
+    """Reads one answer, piece by piece. From the first marker of a tool call on, all text is
+    content. That includes the markers, which the tool parser reads."""
 
     def __init__(self, markers: Collection[str], *, begins_open: bool) -> None:
+        """Starts outside of reasoning, or with `begins_open` inside. `markers` are texts that are
+        not shown."""
         self.markers = markers
         self._marker = re.compile("|".join(map(re.escape, markers)))
         self._thinks = begins_open
         self._head = ""  # the beginning of the reasoning, as long as it may be `_HEAD`
         self._knows_head = False
-        self.rest = ""  # may be the beginning of a marker
-        self._spaces = ""  # whitespace, which is not shown before a call
-        self.has_ended = False  # the reasoning
-        self.seen: Counter[str] = Counter()  # markers
+        self.rest = ""  # text that may be the beginning of a marker
+        self._spaces = ""  # whitespace at the end of the content, until it is known what follows
+        self.has_ended = False  # whether a tool call has come, after which nothing is reasoning
+        self.seen: Counter[str] = Counter()  # marker -> how often its text has come
 
     def read_piece(self, text: str) -> Texts:
-        """Reads the next piece. Returns what is now known of the reasoning and the content."""
+        """Reads the next piece. Returns the reasoning and the content that are certain by now and
+        were not returned before."""
         reasoning = content = ""
         text, at = self.rest + text, 0
         self.rest = ""
 
         def append(piece: str) -> None:
+            """Adds text to the reasoning or to the content, depending on where the reader is."""
             nonlocal reasoning, content
             if self._thinks:
                 reasoning += self._strip_head(piece)
@@ -131,8 +145,8 @@ class ReasoningReader:
         return Texts(reasoning, content[: len(content) - len(self._spaces)])
 
     def finish(self, *, is_cut: bool) -> Texts:
-        """Ends the answer, and returns the rest of it. `is_cut`: the rest is the beginning of a
-        marker, which is not shown."""
+        """Ends the answer, and returns the rest of it. With `is_cut` the text in `rest` is the
+        beginning of a marker, and is not shown."""
         rest, self.rest = "" if is_cut else self.rest, ""
         spaces, self._spaces = self._spaces, ""
         if self._thinks:
@@ -140,7 +154,8 @@ class ReasoningReader:
         return Texts("", spaces + rest)
 
     def _strip_head(self, piece: str) -> str:
-        """Returns a piece of the reasoning without `_HEAD`, which may come in several pieces."""
+        """Returns a piece of the reasoning without `_HEAD`, which may come in several pieces. Text
+        that may still be a part of `_HEAD` is kept for the next call."""
         if self._knows_head:
             return piece
         self._head += piece
@@ -151,6 +166,7 @@ class ReasoningReader:
 
 
 def _delta_message(texts: Texts) -> DeltaMessage | None:
+    """Returns the message of a stream for texts; None if both are empty."""
     if not any(texts):
         return None
     return DeltaMessage(reasoning=texts.reasoning or None, content=texts.content or None)

@@ -37,14 +37,16 @@ _MARKER = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
 
 
 class GemmaToolParser(ToolParser):
-    """vLLM's interface of tool parsers."""
+    """Implements vLLM's interface of tool parsers for Gemma 4. Raises RuntimeError if the tokenizer
+    lacks one of the tokens that mark calls."""
 
-    supports_required_and_named = False  # in vLLM's JSON form
+    supports_required_and_named = False  # if True, vLLM asks for such calls in its JSON form
     holds_calls_to_schemas = True
     # The parser also streams the text around calls, even if the request has no tools.
     engine_based_streaming = True
 
     def __init__(self, tokenizer: TokenizerLike, tools: list[Tool] | None = None) -> None:
+        """Checks the tokenizer. The arguments are vLLM's."""
         super().__init__(tokenizer, tools)
         missing = [name for name in (CALL, END, QUOTE) if name not in self.vocab]
         if missing:
@@ -52,12 +54,17 @@ class GemmaToolParser(ToolParser):
                 f"gemma4_strict needs a tokenizer with the tokens {CALL}, {END} and {QUOTE}, got "
                 f"one without {' and '.join(missing)}. Choose another --tool-call-parser"
             )
-        self._reader: GemmaReader | None = None  # of a stream
+        self._reader: GemmaReader | None = None  # of the stream; made with its first piece
         self._stops: list[str] = []
         self._num_calls = 0
 
     def adjust_request(self, request: Any) -> Any:
-        """Constrains the answer to a chat or a response by a grammar of the calls it may have."""
+        """Constrains the answer to a chat or a response by a grammar of the calls that it may have.
+        Changes `request` in place, and returns it. Does nothing for a request without tools.
+
+        Raises:
+            VLLMValidationError: `tool_choice` names a function that is not among the tools.
+        """
         if not request.tools or request.tool_choice == "none":
             return request
         request.skip_special_tokens = False
@@ -80,7 +87,7 @@ class GemmaToolParser(ToolParser):
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
-        """Splits a whole answer into its text and its calls."""
+        """Returns the calls of a whole answer, and the text around them as the content."""
         reader = self._reader_for(request)
         text, calls = reader.read_piece(model_output)
         text += reader.finish(_stop_strings(request))
@@ -102,8 +109,8 @@ class GemmaToolParser(ToolParser):
         delta_token_ids: Sequence[int],
         request: Any,
     ) -> DeltaMessage | None:
-        """Returns what the next piece of the stream adds. A call is sent whole, because it may
-        still turn out to be unfinished."""
+        """Returns what the next piece of the stream, `delta_text`, adds; None if it adds nothing. A
+        call is sent whole, because until its end it may turn out to be unfinished."""
         if self._reader is None:
             self._reader, self._stops = self._reader_for(request), _stop_strings(request)
         text, calls = self._reader.read_piece(delta_text)
@@ -116,26 +123,27 @@ class GemmaToolParser(ToolParser):
         )
 
     def finish_streaming(self) -> DeltaMessage | None:
-        """Returns what is left when the stream has ended."""
+        """Returns the text that is left when the stream has ended; None if there is none."""
         rest = "" if self._reader is None else self._reader.finish(self._stops)
         return DeltaMessage(content=rest) if rest else None
 
     def _reader_for(self, request: Any) -> GemmaReader:
-        """Makes the reader of one answer."""
+        """Returns a new reader of one answer to `request`."""
         markers = _find_markers(self.model_tokenizer)
         return GemmaReader(markers, reads_calls=request.tool_choice != "none")
 
 
 @lru_cache(maxsize=8)
 def _find_markers(tokenizer: TokenizerLike) -> frozenset[str]:
-    """Returns the special tokens that are not shown to a client."""
+    """Returns the texts of the special tokens that are not shown to a client. Cached by
+    tokenizer."""
     named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
     return MARKERS.union(tokenizer.all_special_tokens, named)
 
 
 def _structured_outputs_format(wanted: StructuredOutputsParams) -> dict[str, Any]:
-    """Returns a request's structured outputs as a format of structural tags. vLLM would translate a
-    grammar into xgrammar's dialect."""
+    """Returns a request's structured outputs as a format of structural tags. A grammar is passed on
+    as it is: vLLM would translate it into xgrammar's dialect."""
     if wanted.grammar is not None:
         return {"type": "grammar", "grammar": wanted.grammar}
     found = structured_outputs_to_format(wanted)
@@ -144,18 +152,21 @@ def _structured_outputs_format(wanted: StructuredOutputsParams) -> dict[str, Any
 
 
 def _stop_strings(request: Any) -> list[str]:
+    """Returns a request's stop strings as a list, whether it has none, one or several."""
     stop = getattr(request, "stop", None) or []
     return [stop] if isinstance(stop, str) else stop
 
 
 def _tool_call_delta(index: int, call: Call) -> DeltaToolCall:
+    """Returns one whole call, with a new id, for a stream. `index` counts the answer's calls from
+    0."""
     function = DeltaFunctionCall(name=call.name, arguments=call.arguments)
     return DeltaToolCall(index=index, id=make_tool_call_id(), type="function", function=function)
 
 
 def calls_format(request: Any) -> dict[str, Any] | None:
     """Returns the calls that a chat or a response may have, as a format of structural tags
-    (`structural_tag.py`); None if it may have none.
+    (`structural_tag.py`); None if it may have no calls.
 
     Raises:
         VLLMValidationError: `tool_choice` names a function that is not among the tools.
@@ -181,15 +192,16 @@ def calls_format(request: Any) -> dict[str, Any] | None:
 
 
 class _ToolChoice(NamedTuple):
-    """A request's `tool_choice`."""
+    """Says which calls a request's `tool_choice` allows."""
 
-    names: list[str]  # of the functions that may be called
-    is_required: bool  # one of them must be called
-    is_single: bool  # and only once
+    names: list[str]  # names of the functions that may be called
+    is_required: bool  # whether one of the functions must be called
+    is_single: bool  # whether there may be only one call
 
 
 def _parse_tool_choice(choice: Any, functions: dict[str, Any]) -> _ToolChoice:
-    """Reads a request's `tool_choice`, given its functions by name."""
+    """Returns what a request's `tool_choice` allows. `functions` has the request's functions by
+    name."""
     if choice in (None, "auto", "required"):
         return _ToolChoice(list(functions), choice == "required", False)
     if choice.type == "allowed_tools":

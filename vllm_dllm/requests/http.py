@@ -1,6 +1,5 @@
-"""Refuses HTTP requests for what a diffusion model cannot do, or with a key in the wrong place.
-vLLM would answer them with 200, and ignore what they ask for.
-"""
+"""Refuses HTTP requests that ask for what a diffusion model cannot do, or have a key in the wrong
+place. vLLM would answer them with 200 and ignore the key."""
 
 import reprlib
 from collections.abc import Iterator
@@ -20,17 +19,19 @@ _CONTENT_NAMES = frozenset(
         *("tools", "functions", "response_format", "structured_outputs", "text", "prediction"),
     }
 )
-"""Fields with a user's own content, which may have any names in it."""
+"""Fields with a user's own content. Names inside of them may be any, and are not checked."""
 _COMMON_NAMES = {"defaults", "limits", "logprobs", "prediction"}
-"""Names of our settings and keys that others use as well, so they are not misplaced."""
+"""Names of our settings and keys that other software uses as well. Outside of vllm_xargs they are
+not taken for misplaced keys."""
 
 
 def check_request_body(
     body: dict[str, Any], *, parses_tool_calls: bool, forces_tool_calls: bool
 ) -> None:
-    """Checks the body of a request for an answer, on any route, before vLLM reads it. Moves
-    OpenAI's `prediction` to our key. `parses_tool_calls`: the server looks for calls in the
-    answers; `forces_tool_calls`: it can constrain an answer to a call.
+    """Checks the body of a request for an answer, on any route, before vLLM reads it. Starts the
+    sums of `limits.begin_http_request`. Copies OpenAI's `prediction` to our key, in place.
+    `parses_tool_calls`: the server looks for calls in the answers. `forces_tool_calls`: it can
+    constrain an answer to a call.
 
     Raises:
         VLLMValidationError: answered with HTTP 400; says what came and what to do.
@@ -49,7 +50,7 @@ def check_request_body(
 
 
 def refuse_beam_search() -> None:
-    """Raises VLLMValidationError for a request for beam search."""
+    """Always raises VLLMValidationError: a diffusion model has no beam search."""
     raise VLLMValidationError(
         "Beam search (use_beam_search) is not possible with a diffusion model: a beam grows token "
         "by token, a canvas is denoised whole. Leave it out; for several answers set n.",
@@ -58,7 +59,8 @@ def refuse_beam_search() -> None:
 
 
 def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
-    """Returns the error for a parameter of a body whose value has the wrong type."""
+    """Returns the error for a parameter of a body whose value has a wrong type. Does not raise
+    it."""
     return VLLMValidationError(
         f"{parameter} has another type than is expected, got {reprlib.repr(value)}. Correct it or "
         f"leave it out.",
@@ -67,9 +69,9 @@ def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
 
 
 def _names_in_body(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the names in a body, each after the path of the object that it is in. Names in
-    `vllm_xargs`, which `_check_xargs` checks, and in a user's content are left out. Lists are not
-    searched."""
+    """Yields pairs for the names in a body: the path of the object that has the name, and the name.
+    Leaves out names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a user's
+    content. Lists are not searched."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         if (place, name) == ("", "vllm_xargs"):
             continue
@@ -79,8 +81,8 @@ def _names_in_body(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_place(place: str, name: str) -> None:
-    """Raises VLLMValidationError for a name outside of `vllm_xargs` that is one of our settings or
-    keys, or nearly so. `place`: the path of the object that it is in."""
+    """Raises VLLMValidationError if a name outside of `vllm_xargs` is one of our settings or keys,
+    or nearly so. `place` is the path of the object that has the name; "" is the body itself."""
     ours = normalize_name(name)
     if ours in _COMMON_NAMES:
         return
@@ -106,9 +108,9 @@ def _check_place(place: str, name: str) -> None:
 
 
 def _check_xargs(keys: dict[str, Any]) -> None:
-    """Raises VLLMValidationError for a key in `vllm_xargs` whose value has the wrong type or is out
-    of range. vLLM reads `true` as 1, and complains of an object in one line for each type that it
-    expects."""
+    """Raises VLLMValidationError if a key in `vllm_xargs` has a value of the wrong type or out of
+    range. vLLM itself would read `true` as 1, and would answer to an object with one line for each
+    type that it expects."""
     try:
         parse_values(keys)
     except ValueError as error:
@@ -116,7 +118,8 @@ def _check_xargs(keys: dict[str, Any]) -> None:
 
 
 def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: bool) -> None:
-    """Raises VLLMValidationError for a `tool_choice` that needs another tool parser."""
+    """Raises VLLMValidationError if the request's tools or `tool_choice` need another tool parser
+    than the server's. The flags are those of `check_request_body`."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
         if forces_tool_calls:

@@ -1,7 +1,7 @@
 """Limits what one request may cost a server that serves others at the same time.
 
-The checks raise VLLMValidationError, which becomes HTTP 400 and names the limit, what came and the
-setting.
+The checks raise VLLMValidationError, which becomes HTTP 400. It names the limit, what came, and the
+setting that changes the limit.
 """
 
 from contextvars import ContextVar
@@ -26,21 +26,23 @@ _total: ContextVar[_Total | None] = ContextVar("of this task's HTTP request", de
 
 
 def begin_http_request() -> None:
-    """Starts the sums over an HTTP request, whose prompts this task admits from now on."""
+    """Starts the sums over an HTTP request at 0. The current task, or its children, admit the
+    prompts of this request from now on."""
     _total.set(_Total())
 
 
 def check_request_limits(
     limits: RequestLimits, params: SamplingParams, options: RequestOptions
 ) -> None:
-    """Checks the parameters of one prompt as the client sent them."""
+    """Checks the parameters of one prompt as the client sent them, and adds its answers to those of
+    its HTTP request. Raises VLLMValidationError if they exceed a limit."""
     total = _total.get() or _Total()
     total.answers += params.n
     _check_limit("n", "answers", total.answers, limits.n)
     _check_limit("bad_words", "tokens", len(params.bad_words or ()), limits.bad_words)
     _check_limit("logit_bias", "tokens", len(params.logit_bias or ()), limits.logit_bias)
     width = options.canvas_length or limits.canvas_length
-    if width < limits.canvas_length and not options.read_only:  # that is one canvas
+    if width < limits.canvas_length and not options.read_only:  # its answer is one canvas
         raise VLLMValidationError(
             f"diffusion_canvas_length must be at least {limits.canvas_length} on this server, got "
             f"{width}: a canvas takes as many steps for a few tokens as for many. Ask for a wider "
@@ -56,7 +58,9 @@ def check_token_limits(
     num_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Checks the parameters of one prompt, whose bad words and prediction are tokens by now."""
+    """Checks the parameters of one prompt once its bad words and prediction are tokens, and adds
+    its prompt log-probabilities to those of its HTTP request. Raises VLLMValidationError if they
+    exceed a limit."""
     words = params.bad_words_token_ids or ()
     _check_limit("bad_words", "tokens", sum(map(len, words)), limits.bad_words)
     _check_limit("prediction", "tokens", len(options.prediction_tokens), limits.prediction)

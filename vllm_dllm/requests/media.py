@@ -1,8 +1,8 @@
 """Checks the images and videos of a prompt, and chooses which frames of a video the model sees.
 
-All checks raise VLLMValidationError, which becomes HTTP 400. So does a file that cannot be decoded:
-decoders raise any error for damaged bytes. Frames and their times are those of transformers'
-`Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token` (`models/gemma4` in transformers).
+All checks raise VLLMValidationError, which becomes HTTP 400. A file that cannot be decoded raises
+it, too: decoders raise any error for damaged bytes. Frames and their times are those of
+transformers' `Gemma4VideoProcessor` and `Gemma4Processor.replace_video_token` (`models/gemma4`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,14 @@ from PIL import UnidentifiedImageError
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 MAX_ITEMS: Mapping[str, int] = {"image": 16, "video": 2}
-"""The most per prompt, unless --limit-mm-per-prompt says otherwise: a server keeps them all in
-memory. Two videos of 32 frames have as many image tokens as 16 images."""
+"""The most images or videos of a prompt, unless --limit-mm-per-prompt says otherwise: a server
+keeps all of them in memory. Two videos of 32 frames have as many image tokens as 16 images."""
 
 
 def check_media_count(modality: str, count: int, most: Mapping[str, int]) -> None:
-    """Checks that a prompt may have `count` items of a modality: image, video or audio. `most`: the
-    most items of each modality on this server; empty for a checkpoint that reads text only."""
+    """Raises VLLMValidationError unless a prompt may have `count` items of a modality: "image",
+    "video" or "audio". `most` has the most items of each modality on this server; it is empty for a
+    checkpoint that reads only text."""
     if not most:
         raise VLLMValidationError(
             f"This checkpoint reads text only, got {count} {modality}(s): it has no vision tower, "
@@ -52,8 +53,8 @@ def check_media_count(modality: str, count: int, most: Mapping[str, int]) -> Non
 
 
 def check_image_size(width: int, height: int, unit: int, max_tokens: int) -> None:
-    """Checks the size in pixels of an image for a model that does not scale images: `unit` x `unit`
-    pixels become a token."""
+    """Raises VLLMValidationError if a model that does not scale images cannot take one of this size
+    in pixels. `unit` x `unit` pixels become a token, of which there may be `max_tokens`."""
     if width % unit or height % unit or width * height > max_tokens * unit**2:
         raise VLLMValidationError(
             f"This checkpoint takes images as they are: both sides must be multiples of {unit} "
@@ -64,7 +65,7 @@ def check_image_size(width: int, height: int, unit: int, max_tokens: int) -> Non
 
 
 def check_no_processor_options(options: Mapping[str, object]) -> None:
-    """Checks that a request has no settings of its own for the image processor."""
+    """Raises VLLMValidationError if a request has settings of its own for the image processor."""
     if options:
         raise VLLMValidationError(
             f"mm_processor_kwargs are a setting of the server for this model, got "
@@ -79,17 +80,18 @@ _DEFAULT_FPS = 24.0  # transformers', for videos that do not say it
 
 
 def sample_frame_indices(total: int, count: int) -> list[int]:
-    """Returns the indices of `count` of `total` frames, as transformers'
-    `default_sample_indices_fn` takes them."""
+    """Returns `count` indices into `total` frames, rising and evenly spread, as transformers'
+    `default_sample_indices_fn` does."""
     return [i * total // count for i in range(count)]
 
 
 def sample_frames(
     frames: Any,  # [n, height, width, 3] uint8
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, Any],  # may have `frames_indices` and `fps` of the original video
     most: int,
 ) -> tuple[np.ndarray, list[float]]:
-    """Returns at most `most` frames of a video, and the second at which each is shown.
+    """Returns at most `most` frames of a video, [n, height, width, 3] uint8, and the time of each
+    frame in seconds.
 
     Raises:
         VLLMValidationError: `frames` are not a video, or `metadata` do not fit them.
@@ -116,27 +118,30 @@ def sample_frames(
 
 
 def format_timestamp(seconds: float) -> str:
-    """Returns minutes and seconds as `03:07`."""
+    """Returns seconds as minutes and seconds, such as `03:07`. Fractions are cut off."""
     return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
 
 
 MAX_BYTES = 64 << 20
+"""The most bytes of an image's or a video's file."""
 
 
 @dataclass(frozen=True)
 class MediaKind:
-    """Images or videos: the words for them in errors, and the checks that both share."""
+    """Images or videos: the words for them in errors, and the checks that both share. The checks
+    raise VLLMValidationError."""
 
-    name: str  # also in the parts of a message: image_url
-    one: str
-    whole: str  # what to send instead of a damaged one
-    example: str  # of a data URL
+    name: str  # "image" or "video"; also in the parts of a message, such as image_url
+    one: str  # the name with an article, as a sentence begins
+    whole: str  # what to send instead of a damaged file
+    example: str  # an example of a data URL
 
     def error(self, why: str) -> VLLMValidationError:
-        """Makes the error for a request's image or video."""
+        """Returns the error for a request's image or video. Does not raise it."""
         return VLLMValidationError(why, parameter=f"{self.name}_url")
 
     def check_num_bytes(self, num_bytes: int) -> None:
+        """Raises VLLMValidationError for a file of more than `MAX_BYTES` bytes."""
         if num_bytes > MAX_BYTES:
             raise self.error(
                 f"{self.one} may have at most {MAX_BYTES} bytes, got {num_bytes}. Send a smaller "
@@ -144,7 +149,8 @@ class MediaKind:
             )
 
     def check_media_type(self, media_type: str) -> None:
-        """Checks a MIME type; an empty one is allowed."""
+        """Raises VLLMValidationError unless a MIME type is of this kind. An empty type is
+        allowed."""
         if media_type and not media_type.lower().startswith(f"{self.name}/"):
             raise self.error(
                 f"{self.one}'s media type must begin with {self.name}/, got {media_type[:32]!r}. "
@@ -152,7 +158,7 @@ class MediaKind:
             )
 
     def check_file(self, path: Path) -> None:
-        """Checks that a file exists and is not too large."""
+        """Raises VLLMValidationError if a file does not exist or is too large."""
         if not path.is_file():
             raise self.error(
                 f"{self.one}'s file must exist, and {path} does not. Correct the path."
@@ -161,7 +167,8 @@ class MediaKind:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Turns all errors of a decoder, in its block, into VLLMValidationError."""
+        """Turns all errors of a decoder inside of the block into VLLMValidationError. vLLM's own
+        client errors and MemoryError, which is no fault of the client's, pass unchanged."""
         try:
             yield
         except (VLLMClientError, MemoryError):  # the latter is no fault of the client's
@@ -173,7 +180,8 @@ class MediaKind:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Turns errors of a bad URL or connection, in its block, into VLLMValidationError."""
+        """Turns the errors of a bad URL or connection inside of the block into
+        VLLMValidationError."""
         try:
             yield
         except (OSError, aiohttp.ClientError, requests.RequestException) as error:
@@ -198,7 +206,7 @@ VIDEO = MediaKind(
 
 
 def _reason(error: Exception) -> str:
-    """Returns an error's message for the client."""
+    """Returns an error's message in words for the client, never empty."""
     if isinstance(error, UnidentifiedImageError):
         return "its format is not known, or is no picture's"
     return str(error) or type(error).__name__

@@ -1,9 +1,10 @@
 """Reads images and videos from bytes that anybody may have sent.
 
 Images that are too large, and animations, are refused by their header, before they are decoded. A
-video's frames come through vLLM's decoder, or as JPEGs one by one. FFmpeg, which OpenCV uses, also
-plays lists that name other files and addresses. So a video must begin like a container file, which
-has its pictures in it.
+video's frames come through vLLM's decoder, or as JPEGs one by one.
+
+FFmpeg, which OpenCV uses, also plays lists that name other files and addresses. So a video must
+begin like a container file, which has its pictures in it.
 """
 
 from io import BytesIO
@@ -22,20 +23,22 @@ from vllm.multimodal.video_decoders.opencv import cv2
 from vllm_dllm.requests.media import IMAGE, MAX_BYTES, MAX_FRAMES, VIDEO, sample_frame_indices
 
 MAX_PIXELS = 50_000_000
-"""The most pixels of an image, which take 150 MB when it is decoded."""
+"""The most pixels of an image. Decoded they take 150 MB."""
 
 
 class CarefulImageIO(ImageMediaIO):
-    """vLLM's reader of images, with checks before it decodes. Errors are VLLMValidationError."""
+    """vLLM's reader of images, with checks before it decodes. All that is refused or cannot be
+    decoded raises VLLMValidationError."""
 
     max_pixels = MAX_PIXELS
 
     @classmethod
     def with_options_of(cls, media_io: ImageMediaIO) -> "CarefulImageIO":
-        """Makes a reader with the options of one of vLLM's."""
+        """Returns a new reader with the options of one of vLLM's readers."""
         return cls(media_io.image_mode, **media_io.kwargs)
 
     def get_max_bytes(self) -> int:
+        """Returns the most bytes that vLLM may fetch for an image."""
         return MAX_BYTES
 
     def load_base64(self, media_type: str, data: str) -> Any:
@@ -47,6 +50,7 @@ class CarefulImageIO(ImageMediaIO):
         return super().load_file(filepath)
 
     def load_bytes(self, data: bytes) -> Any:
+        """Returns the decoded image of a file's bytes."""
         IMAGE.check_num_bytes(len(data))
         with IMAGE.decoding():
             try:
@@ -57,7 +61,8 @@ class CarefulImageIO(ImageMediaIO):
                 raise self._too_large("more") from error
 
     def _check_header(self, image: Image.Image) -> None:
-        """Raises VLLMValidationError for an image that is too large, or an animation."""
+        """Raises VLLMValidationError if an image is too large or an animation. Reads only its
+        header."""
         if image.width * image.height > self.max_pixels:
             raise self._too_large(f"{image.width} x {image.height}")
         # A photograph of several sizes is no animation: cameras write such JPEGs.
@@ -68,6 +73,7 @@ class CarefulImageIO(ImageMediaIO):
             )
 
     def _too_large(self, size: str) -> VLLMValidationError:
+        """Returns the error for an image of too many pixels. Does not raise it."""
         return IMAGE.error(
             f"An image may have at most {self.max_pixels} pixels, got {size}. Send a smaller one: "
             f"the model sees it much smaller anyway."
@@ -75,23 +81,28 @@ class CarefulImageIO(ImageMediaIO):
 
 
 MAX_FRAME_PIXELS = 10_000_000
-"""More than 4K. The frames that the model sees take 960 MB when they are decoded."""
+"""The most pixels of a video's frame: somewhat more than 4K. The frames that the model sees take
+960 MB when they are decoded."""
 MAX_FILE_FRAMES = 108_000
-"""An hour of 30 frames a second. Frames that the model does not see are decoded, too."""
+"""The most frames of a video's file: an hour at 30 frames a second. Frames that the model does not
+see are decoded as well."""
 
 
 class CarefulFrameIO(CarefulImageIO):
-    """The reader of single frames, which are JPEGs."""
+    """The reader of a video's single frames, which are JPEGs."""
 
     max_pixels = MAX_FRAME_PIXELS
 
 
 class CarefulVideoIO(VideoMediaIO):
-    """vLLM's reader of videos, with checks before it decodes. Errors are VLLMValidationError."""
+    """vLLM's reader of videos, with checks before it decodes. All that is refused or cannot be
+    decoded raises VLLMValidationError."""
 
     @classmethod
     def with_options_of(cls, media_io: VideoMediaIO) -> "CarefulVideoIO":
-        """Makes a reader with the options of one of vLLM's."""
+        """Returns a new reader with the options of one of vLLM's readers, for at most `MAX_FRAMES`
+        frames. vLLM's default decoder is replaced by `EvenFramesBackend`; one that the user chose
+        stays."""
         asked = media_io.num_frames
         num_frames = asked if 0 < asked < MAX_FRAMES else MAX_FRAMES
         image_io = CarefulFrameIO.with_options_of(media_io.image_io)
@@ -102,9 +113,12 @@ class CarefulVideoIO(VideoMediaIO):
         return made
 
     def get_max_bytes(self) -> int:
+        """Returns the most bytes that vLLM may fetch for a video."""
         return MAX_BYTES
 
     def load_base64(self, media_type: str, data: str) -> Any:
+        """Returns the decoded video of a data URL: a file, or with the type video/jpeg single JPEGs
+        with commas between them."""
         VIDEO.check_media_type(media_type)
         if media_type.lower() != "video/jpeg":
             return super().load_base64(media_type, data)
@@ -122,6 +136,7 @@ class CarefulVideoIO(VideoMediaIO):
         return super().load_file(filepath)
 
     def load_bytes(self, data: bytes) -> Any:
+        """Returns the decoded video of a file's bytes, which must be those of a container file."""
         VIDEO.check_num_bytes(len(data))
         if not _is_container(data):
             raise VIDEO.error(
@@ -134,7 +149,7 @@ class CarefulVideoIO(VideoMediaIO):
 
 
 def _is_container(data: bytes) -> bool:
-    """Returns whether a file begins like a container of video."""
+    """Returns whether a file's bytes begin like one of the containers of video that we read."""
     return (
         data[4:8] == b"ftyp"  # MP4, MOV
         or data[:4] == b"\x1a\x45\xdf\xa3"  # WebM, Matroska
@@ -143,14 +158,15 @@ def _is_container(data: bytes) -> bool:
 
 
 class EvenFramesBackend(VideoBackend):
-    """vLLM's decoder of video files, for the frames that transformers' processor takes."""
+    """vLLM's decoder of video files, which decodes the frames that transformers' processor would
+    take."""
 
     @classmethod
     def compute_frames_index_to_sample(
         cls, source: VideoSourceMetadata, target: VideoTargetMetadata, **_: Any
     ) -> list[int]:
-        """Returns the indices of the frames to decode. Raises VLLMValidationError for a file with
-        none or too many."""
+        """Returns the indices of the frames to decode. vLLM calls it before `read_frames`. Raises
+        VLLMValidationError if the file has no frames or too many."""
         total = source.total_frames_num
         if not 0 < total <= MAX_FILE_FRAMES:
             raise VIDEO.error(
@@ -166,9 +182,13 @@ class EvenFramesBackend(VideoBackend):
     def read_frames(
         cls, cap: Any, frame_idx: list[int], total_frames_num: int, **options: Any
     ) -> tuple[np.ndarray, list[int]]:
-        """Decodes the frames `frame_idx`, and returns them and the indices of those that could be
-        decoded. Raises VLLMValidationError if frames are too large, or more than one of them is
-        damaged: a file's header may count one frame too many."""
+        """Decodes the frames `frame_idx` of the open video `cap`. Returns the frames [n, height,
+        width, 3] uint8, and the indices of those that could be decoded.
+
+        Raises:
+            VLLMValidationError: frames are too large, or more than one is damaged. One is allowed,
+                since a file's header may count one frame too many.
+        """
         width, height = (
             int(cap.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         )

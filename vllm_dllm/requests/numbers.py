@@ -1,8 +1,8 @@
 """Refuses sampling parameters that no sampler can serve.
 
-vLLM's sampler, which serves the targets of drafters, checks some of them in the worker, where an
-error ends the engine with everybody's requests. All checks raise VLLMValidationError, which becomes
-HTTP 400.
+vLLM's sampler, which serves the targets of drafters, checks some parameters only in the worker. An
+error there ends the engine and everybody's requests. All checks here raise VLLMValidationError,
+which becomes HTTP 400.
 """
 
 import math
@@ -15,13 +15,14 @@ from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
 LARGEST_PENALTY = 1e6
-"""In fp32 a logit times or divided by this is finite and not 0."""
+"""The largest repetition penalty. A logit in fp32 that is multiplied or divided by it stays finite
+and does not become 0."""
 
 
 def check_numbers(params: SamplingParams) -> None:
-    """Checks the numbers of a request for any model: a seed that the worker has no room for, or a
-    number that would make logits infinite or NaN, is an error."""
-    last = params.n - 1  # of several answers, the i-th has the seed + i
+    """Checks the numbers of a request for any model. Raises VLLMValidationError for a seed beyond
+    64 bits, or a number that would make logits infinite or NaN."""
+    last = params.n - 1  # answer i, counted from 0, has the seed + i
     if params.seed is not None and not SMALLEST_SEED <= params.seed <= LARGEST_SEED - last:
         raise VLLMValidationError(
             f"seed must be from {SMALLEST_SEED} to {LARGEST_SEED - last} for n = {params.n}, got "
@@ -45,8 +46,8 @@ def check_numbers(params: SamplingParams) -> None:
 
 
 def check_sampler_limits(params: SamplingParams) -> None:
-    """Checks a request for a model that vLLM's sampler serves, whose bad words are tokens by now: a
-    list of tokens that is longer than the sampler has room for is an error."""
+    """Checks a request for a model that vLLM's sampler serves, once its bad words are tokens.
+    Raises VLLMValidationError for a list of tokens for which the sampler has no room."""
     stops = params.all_stop_token_ids if params.min_tokens > 0 else ()
     bad_words = sum(map(len, params.bad_words_token_ids or ()))
     for key, count, most, remedy in (
@@ -63,8 +64,8 @@ def check_sampler_limits(params: SamplingParams) -> None:
 
 
 def check_allowed_tokens(params: SamplingParams, *, is_constrained: bool = False) -> None:
-    """Checks the tokens that a request allows: it is an error if `bad_words` or `min_tokens`
-    exclude them all. `is_constrained`: they are its `logprob_token_ids`."""
+    """Raises VLLMValidationError if `bad_words` or `min_tokens` exclude all tokens that a request
+    allows. With `is_constrained` it allows only its `logprob_token_ids`."""
     key = "logprob_token_ids" if is_constrained else "allowed_token_ids"
     allowed = set(getattr(params, key) or ())
     if not allowed:
@@ -87,7 +88,7 @@ def check_allowed_tokens(params: SamplingParams, *, is_constrained: bool = False
 
 
 def check_first_token(params: SamplingParams, vocab_size: int) -> None:
-    """Checks that a token can begin the answer: it is an error if `bad_words` and `min_tokens`
+    """Raises VLLMValidationError if no token can begin the answer: `bad_words` and `min_tokens`
     exclude the whole vocabulary."""
     excluded = {word[0] for word in params.bad_words_token_ids or [] if len(word) == 1}
     if params.min_tokens > 0:

@@ -2,7 +2,7 @@
 
 A field of `RequestOptions` that is marked as a `RequestKey` is a key that clients send, with
 `diffusion_` before its name: in `vllm_xargs`, or offline in `SamplingParams.extra_args`.
-docs/requests.md says what each means. Each request gets one `RequestOptions`
+docs/requests.md says what each key means. Each request gets one `RequestOptions`
 (`requests.admission`), which travels with its parameters to the scheduler and the worker.
 """
 
@@ -23,15 +23,15 @@ from vllm_dllm.config.names import describe_unknown_name, normalize_name
 PREFIX = "diffusion_"
 STREAM_CANVASES = f"{PREFIX}stream_canvases"
 """The key that asks for canvases in a stream. The API process (`vllm_dllm.canvases`) serves it and
-removes it from the request; where that does not happen, admission refuses it."""
+removes it from the request. Where nothing removes it, admission refuses the request."""
 PREDICTION = f"{PREFIX}prediction"
 WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
-MASKED_ENTROPY_BOUND = 0.35  # nats, SDAR's
+MASKED_ENTROPY_BOUND = 0.35  # nats, as in SDAR; the default of masked models
 OPTIONS_KEY = "vllm_dllm"
 """The entry of `extra_args` that has the options of an admitted request."""
 _KEYS_FOR_VLLM = {f"{PREFIX}{name}" for name in ("canvas_length", "max_steps", "read_only")}
 """Keys that vLLM's schedulers read."""
-WIDTH_STEP = 16  # tokens: narrowed canvases are multiples of it, so there are few widths
+WIDTH_STEP = 16  # tokens; narrowed canvases are multiples of this, so there are few widths
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class RequestKey:
     """Marks a field of `RequestOptions` that clients may send."""
 
     by_server: bool = False
-    """Whether a server may have a default for it: `--additional-config`, `defaults`."""
+    """Whether a server may have a default for the key, in `defaults` of `--additional-config`."""
     masked: bool = False
-    """Whether masked models have it."""
+    """Whether masked models take the key."""
     uniform: bool = True
-    """Whether DiffusionGemma, whose canvases begin as noise, has it."""
+    """Whether DiffusionGemma, whose canvases begin as noise, takes the key."""
 
 
 # JSON's booleans arrive as 0 and 1 in vllm_xargs.
@@ -87,7 +87,7 @@ class RequestOptions:
         _ProbabilityOrZero | None, RequestKey(by_server=True, masked=True, uniform=False)
     ] = None
     edit_steps: Annotated[_Count, RequestKey(by_server=True, masked=True, uniform=False)] = 16
-    """16 is LLaDA2.1's."""
+    """16 is the default of LLaDA2.1."""
     blocks_in_flight: Annotated[
         _Count | None, RequestKey(by_server=True, masked=True, uniform=False)
     ] = None
@@ -95,26 +95,26 @@ class RequestOptions:
     confidence_threshold: Annotated[Nats | None, RequestKey(by_server=True)] = None
     stability_threshold: Annotated[_CountOrNone | None, RequestKey(by_server=True)] = None
     judge_answer_only: Annotated[_Flag | None, RequestKey(by_server=True)] = None
-    """None: see `judges_answer_only`."""
+    """None: yes for requests that predict their answer, see `judges_answer_only`."""
     load_stages: Annotated[_CountOrNone, RequestKey(by_server=True)] = 0
     logprobs: Annotated[Literal["unmask"] | None, RequestKey(masked=True, uniform=False)] = None
-    """unmask: those of the step that revealed a token. None: of the step that finished its
-    block."""
+    """None: of the step that finished the block. "unmask": of the step that revealed the token."""
     stream_canvases: Annotated[_Flag, RequestKey(masked=True)] = False
 
     # Set by the scheduler, since the worker's copy of the configuration may differ from its own.
     joins_commits: Boolean = False
-    """Whether a finished block is committed beside its successor's first step."""
+    """Whether a finished block is committed in the same forward as the next block's first step."""
     fits_canvases: Boolean = False
-    """Whether canvases are narrowed to the tokens that may still come."""
+    """Whether canvases are narrowed to the number of tokens that the answer may still get."""
     is_counted: Boolean = False
     """Whether the metrics count this request's canvases."""
     reasoning: tuple[frozenset[int], frozenset[int], frozenset[int], bool] | None = None
     """The fields of `grammar.reasoning.Reasoning`, for reasoning before a structured output."""
     canvas_feed: str | None = None
-    """The feed on which the API process waits for this request's canvases."""
+    """The name of the feed on which the API process waits for the canvases; None: not watched."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError if options contradict each other."""
         if (self.t_min is None) != (self.t_max is None):
             raise ValueError(
                 f"diffusion_t_min and diffusion_t_max come together, got {self.t_min!r} and "
@@ -133,24 +133,25 @@ class RequestOptions:
 
     @property
     def prediction_tokens(self) -> list[int]:
-        """The tokens of an admitted request's prediction."""
+        """The token ids of an admitted request's prediction; empty if it has none."""
         assert not isinstance(self.prediction, str), "admission encodes it"
         return self.prediction
 
     @property
     def is_verified(self) -> bool:
-        """Whether the answer is the autoregressive model's (`step.masked.verified_step`)."""
+        """Whether every token is the one that the model would choose autoregressively
+        (`step.masked.verified_step`)."""
         return self.mode != "diffusion"
 
     @property
     def judges_answer_only(self) -> bool:
-        """Whether positions after the answer's end do not keep a canvas from finishing. By default
-        they do not if the request predicts its answer."""
+        """Whether a canvas may finish although positions after the answer's end have not settled.
+        By default it may if the request predicts its answer."""
         return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
 
     def narrowing(self, max_tokens: int | None, canvas_length: int) -> dict[str, Any]:
-        """Returns fields to replace so that canvases are no wider than the request's remaining
-        tokens need; none for a request that chooses its own width or canvas."""
+        """Returns fields to replace so that canvases are no wider than `max_tokens` need. Returns
+        {} for a request that chooses its own width or canvas."""
         if max_tokens is None or self.read_only or self.canvas_length or self.seed_canvas:
             return {}
         width = narrowed_width(max_tokens)
@@ -158,7 +159,7 @@ class RequestOptions:
         return narrow | {"fits_canvases": True}
 
     def store_in(self, params: SamplingParams) -> None:
-        """Stores these options in `extra_args`, in the place of the keys that they were made of."""
+        """Stores these options in `params.extra_args`, in place of the keys that set them."""
         kept = {
             key: value
             for key, value in (params.extra_args or {}).items()
@@ -176,9 +177,9 @@ KEYS: Mapping[str, RequestKey] = {
     for mark in getattr(kind, "__metadata__", ())
     if isinstance(mark, RequestKey)
 }
-"""The keys of a request, in the order of docs/requests.md."""
+"""The keys of a request, such as "diffusion_max_steps", in the order of docs/requests.md."""
 STEP_KEYS = {key for key, mark in KEYS.items() if mark.masked} - {f"{PREFIX}mode", STREAM_CANVASES}
-"""Keys about what a masked model's steps reveal."""
+"""Keys that decide what a masked model's steps reveal, and its log-probabilities."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
 MODES: tuple[str, ...] = get_args(Mode)
 _DEFAULTS = vars(RequestOptions())
@@ -189,11 +190,11 @@ def parse_keys(
     defaults: Mapping[str, Any],  # for keys that it leaves out, from `server_defaults`
     family: Family | None,  # of a masked model; None: DiffusionGemma
 ) -> RequestOptions:
-    """Checks the keys of a request, and returns its options.
+    """Returns the options that a request's keys ask for.
 
     Raises:
-        ValueError: a key is unknown, not for this model, or its value out of range; the first word
-            of the message is the key.
+        ValueError: a key is unknown, not for this model, or its value is out of range. The message
+            begins with the key.
     """
     asked = {key: value for key, value in given.items() if value is not None}
     for key, value in asked.items():
@@ -203,8 +204,8 @@ def parse_keys(
 
 
 def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of known keys, by field of `RequestOptions`. Raises ValueError, with the
-    key as its first word, if a value has the wrong type or is out of range."""
+    """Returns the values of the known keys, by field of `RequestOptions`. Raises ValueError, whose
+    message begins with the key, if a value has a wrong type or is out of range."""
     own = {
         key.removeprefix(PREFIX): value
         for key, value in given.items()
@@ -215,11 +216,11 @@ def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[str, Any]:
-    """Returns the values of options that a request leaves out, by field: those of the server's
-    configuration, `given`, before those of a masked family.
+    """Returns the values of options that a request leaves out, by field. The server's configuration
+    `given`, by key, wins over what a masked family has published.
 
     Raises:
-        ValueError: see `parse_keys`; also for a key that a server has no default for.
+        ValueError: as `parse_keys`, and for a key that may not have a default.
     """
     known = [key for key, mark in KEYS.items() if mark.by_server]
     for key in given:
@@ -239,7 +240,7 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[
 
 
 def _check_key(key: str, value: Any, family: Family | None) -> None:
-    """Raises ValueError for a key that is unknown, or not for this model."""
+    """Raises ValueError for a key, or an acceptance rule, that is unknown or not for this model."""
     if (mark := KEYS.get(key)) is None:
         raise ValueError(_unknown_key_message(key, KEYS))
     if family is not None and not mark.masked:
@@ -272,19 +273,18 @@ def _unknown_key_message(key: str, known: Iterable[str]) -> str:
 
 
 def load_options(params: SamplingParams | None) -> RequestOptions | None:
-    """Returns the options that admission stored in a request's parameters; None for a request that
-    was not admitted, such as a warm-up."""
+    """Returns the options that admission stored; None without admission, such as for a warm-up."""
     own = _stored_fields(params)
     return None if own is None else RequestOptions(**own)
 
 
 def is_read_only(params: SamplingParams | None) -> bool:
-    """Returns whether an admitted request emits its first canvas without a commit and then ends."""
+    """Returns whether a request emits its first canvas without a commit and then ends."""
     return (_stored_fields(params) or {}).get("read_only", False)
 
 
 def fits_canvases(params: SamplingParams | None) -> bool:
-    """Returns `RequestOptions.fits_canvases` of an admitted request."""
+    """Returns `RequestOptions.fits_canvases` of a request; False if it was not admitted."""
     return (_stored_fields(params) or {}).get("fits_canvases", False)
 
 
@@ -293,5 +293,5 @@ def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:
 
 
 def narrowed_width(num_tokens: Any) -> Any:
-    """Returns the width of a canvas for as many tokens as may still come; numbers or tensors."""
+    """Returns `num_tokens`, a number or a tensor, rounded up to a multiple of WIDTH_STEP."""
     return (num_tokens + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP

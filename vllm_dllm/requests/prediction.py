@@ -1,5 +1,5 @@
-"""Predicted outputs, in which a client says what it expects the answer to be: reads OpenAI's
-`prediction`, and counts how much of it the answers have, for `usage`."""
+"""Predicted outputs, in which a client says what it expects the answer to be. Reads OpenAI's
+`prediction`, and counts for `usage` how much of it the answers contain."""
 
 import reprlib
 from collections import defaultdict
@@ -13,18 +13,20 @@ from vllm_dllm.requests.options import PREDICTION
 
 
 def encode_prediction(prediction: str | list[int], tokenizer: Any) -> list[int]:
-    """Returns the token ids of a prediction."""
+    """Returns the token ids of a prediction, without special tokens around a text. A list is
+    returned as it is."""
     if isinstance(prediction, list):
         return prediction
     return tokenizer.encode(prediction, add_special_tokens=False)
 
 
 def move_openai_prediction(body: dict[str, Any]) -> None:
-    """Writes OpenAI's `prediction` in a request's body to our key in `vllm_xargs`.
+    """Copies the text of OpenAI's `prediction` in a request's body to our key in `vllm_xargs`, in
+    place. Does nothing without a `prediction`, or if `vllm_xargs` is no object, which vLLM refuses.
 
     Raises:
-        VLLMValidationError: becomes HTTP 400; it is not of the published form, or our key is there
-            as well.
+        VLLMValidationError: becomes HTTP 400; `prediction` is not of the published form, or the
+            request also has our key.
     """
     prediction = body.get("prediction")
     if prediction is None:
@@ -62,14 +64,15 @@ def _prediction_text(prediction: Any) -> str | None:
 
 
 class AcceptedTokenCounter:
-    """Counts the tokens of one prediction that appear in a request's answers while they grow.
+    """Counts the tokens of one prediction that appear in a request's answers while these grow.
 
-    OpenAI calls the prediction's tokens that appear in the completion accepted, the others
-    rejected. Here these are the tokens of a longest common subsequence of the two: text may be
-    added or left out.
+    OpenAI calls the prediction's tokens that appear in the completion accepted, and all others
+    rejected. Here the accepted tokens are a longest common subsequence of prediction and answer: an
+    answer may add or leave out text.
 
-    Each answer has a row of bits, one for each token of the prediction. The number of zeros is the
-    length of the subsequence: H. Hyyro, "Bit-parallel LCS-length computation revisited" (2004).
+    Each answer has an integer with one bit for each token of the prediction. The number of its
+    zeros is the length of the subsequence: H. Hyyro, "Bit-parallel LCS-length computation
+    revisited" (2004).
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -77,10 +80,11 @@ class AcceptedTokenCounter:
         self._places: dict[int, int] = defaultdict(int)
         for place, token in enumerate(prediction):
             self._places[token] |= 1 << place
-        self._rows: dict[Any, int] = {}  # by answer
+        self._rows: dict[Any, int] = {}  # answer -> its integer of bits
 
     def add_tokens(self, answer: Any, tokens: Sequence[int]) -> None:
-        """Counts the next tokens of an answer; `answer`: any name of it."""
+        """Counts the next tokens of an answer. `answer` is any hashable value that tells answers
+        apart."""
         row = self._rows.get(answer, self._all)
         for token in tokens:
             if places := self._places.get(token):
@@ -89,7 +93,8 @@ class AcceptedTokenCounter:
         self._rows[answer] = row
 
     def counts(self) -> dict[str, int]:
-        """Returns the counts of all answers together, as OpenAI names them."""
+        """Returns the numbers of accepted and rejected tokens, summed over all answers, under
+        OpenAI's names."""
         rejected = sum(row.bit_count() for row in self._rows.values())
         predicted = len(self._rows) * self._all.bit_length()
         return {
@@ -102,7 +107,8 @@ def make_accepted_token_counter(
     params: SamplingParams, tokenizer: Any
 ) -> AcceptedTokenCounter | None:
     """Returns a counter of how much of a request's prediction its answers contain; None if the
-    request has no prediction. Call it once `admit` has checked the request."""
+    request has no prediction. `params` are those that `admit` has checked, as the client sent
+    them."""
     prediction = (params.extra_args or {}).get(PREDICTION)
     if prediction is None:
         return None

@@ -1,8 +1,8 @@
-"""Translates structural tags into Lark grammars: those in xgrammar's form, which vLLM's tool
-parsers write, and those in the older form, with `structures` and `triggers`. A format of our own,
+"""Translates structural tags into Lark grammars. Tags come in xgrammar's form, which vLLM's tool
+parsers write, or in the older form with `structures` and `triggers`. A format of our own,
 `gemma4_calls`, stands for the tool calls of Gemma 4.
 
-vLLM translates the older form only, and takes triggers in angle brackets for special tokens.
+vLLM translates only the older form, and takes triggers in angle brackets for special tokens.
 """
 
 import json
@@ -19,7 +19,8 @@ _ANY_TEXT = r"/(.|\n)*/"
 
 
 def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
-    """Returns the grammar of `{"format": ...}` or `{"structures": [...], "triggers": [...]}`.
+    """Returns the text of the grammar for a tag: an object with `format`, or with `structures` and
+    `triggers`.
 
     Raises:
         ValueError: a format or one of its options is unknown; the message says where.
@@ -31,7 +32,8 @@ def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
 
 
 def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the format in xgrammar's form that a tag of the older form means."""
+    """Returns the format in xgrammar's form that has the meaning of a tag in the older form. Raises
+    ValueError if the tag has no structures."""
     tags = [
         {
             "begin": structure["begin"],
@@ -46,7 +48,8 @@ def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _add_format_rule(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Adds the rule for a format, at `path` in the tag, and returns its name."""
+    """Adds the rule for a format to `lark`, and returns the rule's name. `path` is the format's
+    place in the tag, which errors name. Raises ValueError for an unknown type or option."""
     kind = node["type"]
     if kind not in _FORMATS:
         raise ValueError(f"{path}.type must be one of {sorted(_FORMATS)}, got {kind!r}")
@@ -59,6 +62,8 @@ def _add_format_rule(lark: LarkRules, node: Mapping[str, Any], path: str) -> str
 
 
 def _json_schema(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+    """Returns the body for a JSON value that fits `json_schema`. Raises ValueError for another
+    style."""
     if (style := node.get("style", "json")) != "json":
         raise ValueError(f"{path}.style must be 'json', got {style!r}")
     return f"%json {json.dumps(node['json_schema'])}"
@@ -81,7 +86,7 @@ def _choice(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
 
 
 def _elements(lark: LarkRules, node: Mapping[str, Any], path: str) -> list[str]:
-    """Adds the rules for the elements of a format, and returns their names."""
+    """Adds the rules for the elements of a format to `lark`, and returns the rules' names."""
     return [
         _add_format_rule(lark, element, f"{path}.elements[{i}]")
         for i, element in enumerate(node["elements"])
@@ -89,7 +94,8 @@ def _elements(lark: LarkRules, node: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _repeated(sign: str) -> Callable[[LarkRules, Mapping[str, Any], str], str]:
-    """Returns the function for content that is followed by `?`, `+` or `*`."""
+    """Returns a function that writes the body for a format's content, followed by `sign`: `?`, `+`
+    or `*`."""
 
     def body(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
         return f"{_add_format_rule(lark, node['content'], f'{path}.content')}{sign}"
@@ -109,7 +115,8 @@ def _check_begin(node: Mapping[str, Any], path: str) -> None:
 
 
 def _content_and_end(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Writes a tag after its `begin`."""
+    """Returns the body for the part of a tag after its `begin`. Raises ValueError if `end` is no
+    text."""
     ends = [node["end"]] if isinstance(node["end"], str) else node["end"]
     if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
         raise ValueError(f"{path}.end must be text, or a list of texts, got {node['end']!r}")
@@ -122,8 +129,8 @@ def _content_and_end(lark: LarkRules, node: Mapping[str, Any], path: str) -> str
 
 
 def _triggered_tags(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Writes free text in which a trigger begins one of its tags. Where one tag must come, it comes
-    at once, as in xgrammar."""
+    """Returns the body for free text in which a trigger begins one of the format's tags. Where
+    `at_least_one` demands a tag, the text begins with it, as in xgrammar."""
     free, at_once = [], []
     for i, tag in enumerate(node["tags"]):
         place = f"{path}.tags[{i}]"
@@ -146,6 +153,8 @@ def _triggered_tags(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
 
 
 def _tags_with_separator(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+    """Returns the body for tags with `separator` between them. With `stop_after_first` there is at
+    most one tag."""
     tags = [_add_format_rule(lark, tag, f"{path}.tags[{i}]") for i, tag in enumerate(node["tags"])]
     one = lark.add_rule(" | ".join(tags))
     if node.get("stop_after_first"):
@@ -155,8 +164,9 @@ def _tags_with_separator(lark: LarkRules, node: Mapping[str, Any], path: str) ->
 
 
 def _gemma4_calls(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Writes tool calls in Gemma 4's syntax. The format has `functions`, each with its `name` and
-    the JSON schema of its `parameters`."""
+    """Returns the body for tool calls in Gemma 4's syntax. The format has `functions`, each with
+    its `name` and the JSON schema of its `parameters`. Raises ValueError if a schema cannot be
+    used."""
     return calls_rule(
         lark,
         {one["name"]: one["parameters"] for one in node["functions"]},

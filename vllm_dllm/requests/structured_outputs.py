@@ -1,4 +1,5 @@
-"""Admission of structured outputs: checks that an answer of this form exists, and fits."""
+"""Admits structured outputs: checks that an answer of the wanted form exists, and fits into the
+tokens that the request may get."""
 
 import json
 from collections.abc import Iterator
@@ -42,8 +43,8 @@ _NO_STOPS: frozenset[int] = frozenset()
 
 @lru_cache(maxsize=8)
 def grammar_compiler(tokenizer: Any, vocab_size: int) -> GrammarCompiler:
-    """Returns this process' compiler of grammars for a tokenizer. Raises ValueError unless the
-    tokenizer is a fast one."""
+    """Returns this process' compiler of grammars for a tokenizer; the same one for equal arguments.
+    Raises ValueError unless the tokenizer is a fast one."""
     return GrammarCompiler(GrammarVocabulary(make_llguidance_tokenizer(tokenizer, vocab_size)))
 
 
@@ -54,13 +55,14 @@ def check_structured_outputs(
     vocab_size: int,
     max_model_len: int,
     *,
-    is_constrained: bool = False,  # to its logprob_token_ids
+    is_constrained: bool = False,  # whether the answer may only have its logprob_token_ids
 ) -> None:
-    """Checks a request with structured outputs, whose bad words are tokens by now. Replaces a
-    structural tag by a grammar, and a JSON schema by one with mended patterns.
+    """Checks a request with structured outputs, once its bad words are tokens. Changes
+    `params.structured_outputs`: replaces a structural tag by a grammar, and a JSON schema by one
+    with mended patterns. Has vLLM use llguidance.
 
     Raises:
-        VLLMValidationError: becomes HTTP 400; names the field, and what is wrong where.
+        VLLMValidationError: becomes HTTP 400; names the field, what is wrong, and where.
     """
     _check_server_settings(config, tokenizer)
     reasoning = _reasoning_of_server(config, tokenizer)
@@ -115,8 +117,8 @@ def check_structured_outputs(
 def parse_exclusions(
     params: SamplingParams, is_constrained: bool, vocab_size: int
 ) -> Exclusions | None:
-    """Returns the tokens that a request excludes, whose bad words are tokens by now; None if it
-    excludes none. `is_constrained`: it allows its `logprob_token_ids` alone."""
+    """Returns the tokens that a request excludes, once its bad words are tokens; None if it
+    excludes no tokens. With `is_constrained` it allows only its `logprob_token_ids`."""
     allowed = params.allowed_token_ids
     if is_constrained:
         allowed = params.logprob_token_ids
@@ -132,7 +134,8 @@ def parse_exclusions(
 
 
 def _check_stops(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
-    """Raises GrammarError if a request excludes all tokens that could end its answer."""
+    """Raises GrammarError if a request excludes all tokens that could end its answer: `eos` and its
+    own stop tokens."""
     ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
     if all(exclusions.excludes(end, ()) for end in ends):
         raise GrammarError(
@@ -142,7 +145,8 @@ def _check_stops(params: SamplingParams, exclusions: Exclusions, eos: int) -> No
 
 
 def _check_server_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
-    """Raises VLLMValidationError if the server was started without what structured outputs need."""
+    """Raises VLLMValidationError if the server was started with another backend of structured
+    outputs, or without a tokenizer."""
     if config.backend not in ("auto", BACKEND):
         raise _refusal(
             f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
@@ -155,7 +159,8 @@ def _check_server_settings(config: StructuredOutputsConfig, tokenizer: Any) -> N
 
 @lru_cache(maxsize=8)
 def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | None:
-    """Returns the tokens around the reasoning of a reasoning parser, looked up once."""
+    """Returns the tokens around the reasoning of the reasoning parser `name`, from the file
+    `plugin` if it is not "". Cached. None: the parser takes everything for the answer."""
     config = StructuredOutputsConfig(reasoning_parser=name, reasoning_parser_plugin=plugin)
     parser = make_reasoning_parser(config, tokenizer)
     assert parser is not None
@@ -164,7 +169,12 @@ def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | N
 
 def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
     """Returns the reasoning that may come before an answer's form, by the server's reasoning
-    parser; None if the form begins at once. Whether the prompt opens it is not known here."""
+    parser; None if the form begins at once. It is not known here whether the prompt opens the
+    reasoning.
+
+    Raises:
+        VLLMValidationError: no single token ends the parser's reasoning.
+    """
     name = config.reasoning_parser
     if not name or config.enable_in_reasoning:
         return None
@@ -179,7 +189,8 @@ def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Rea
 
 
 def _kind_and_spec(params: SamplingParams) -> tuple[str, str]:
-    """Returns the field of the structured outputs that is set, such as `json`, and its text."""
+    """Returns the field of the structured outputs that is set, such as "json", and its value as
+    text. Raises VLLMValidationError if none is set."""
     assert params.structured_outputs is not None
     try:
         return grammar_kind_and_spec(params.structured_outputs)
@@ -195,12 +206,12 @@ def _count_fewest_tokens(
     reasoning: Reasoning | None,
     exclusions: Exclusions | None,
 ) -> int:
-    """Returns the length of the shortest answer that is found; 0 if none is found, and yet there
-    may be one.
+    """Returns the number of tokens of the shortest answer that is found. Returns 0 if none is found
+    but there may be one.
 
     Raises:
-        GrammarError: there is none of at most `most` tokens, or none is found without the tokens
-            that the request excludes.
+        GrammarError: no answer has at most `most` tokens, or none is found without the tokens that
+            the request excludes.
     """
     start = grammars.start_state(text, _NO_STOPS, exclusions, min_tokens, reasoning)
     tokens = find_shortest_completion(start, most)
@@ -216,20 +227,20 @@ def _count_fewest_tokens(
 def _count_fewest_tokens_once(
     grammars: GrammarCompiler, text: str, most: int, min_tokens: int, reasoning: Reasoning | None
 ) -> int:
-    """Does what `_count_fewest_tokens` does, once for equal requests without exclusions. Lists of
-    excluded tokens may be as long as the vocabulary, too long to be kept."""
+    """Returns what `_count_fewest_tokens` returns without exclusions, cached by the arguments.
+    Lists of excluded tokens may be as long as the vocabulary, too long to be cached."""
     return _count_fewest_tokens(grammars, text, most, min_tokens, reasoning, None)
 
 
 def _refusal(message: str) -> VLLMValidationError:
-    """Makes the error for a request's structured outputs."""
+    """Returns the error for a request's structured outputs. Does not raise it."""
     return VLLMValidationError(f"{message}.", parameter="structured_outputs")
 
 
 def _locate_complaint(spec: str, complaint: str) -> str:
-    """Returns where a JSON schema has what llguidance complains of, as " (at #/...)": the first key
-    or text that the complaint has in double quotes or, if it quotes nothing, that is its last word.
-    "" if there is none."""
+    """Returns the place in a JSON schema that llguidance complains of, as " (at #/...)"; "" if it
+    is not found. It is the first key or text that the complaint has in double quotes. If the
+    complaint quotes nothing, it is the first that is the complaint's last word."""
     quoted = complaint.split('"')[1::2] or complaint.split()[-1:]
     for path, text in _keys_and_texts(json.loads(spec)):
         if text in quoted:
@@ -238,7 +249,8 @@ def _locate_complaint(spec: str, complaint: str) -> str:
 
 
 def _keys_and_texts(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
-    """Yields the JSON pointer of each key and each text in a schema, and the key or text itself."""
+    """Yields pairs for each key and each text in a schema: its JSON pointer, and the key or text
+    itself."""
     if isinstance(schema, dict):
         for key, value in schema.items():
             yield f"{path}/{key}", key

@@ -18,20 +18,20 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argumen
 
 @dataclass(frozen=True)
 class Command:
-    """One sub-command."""
+    """One sub-command, as the command line describes it."""
 
     work: str  # the function that does it, as "module:function"
     text: str  # what it does, for the help
     arguments: tuple[Argument, ...] = ()
     more: str = ""
-    """A further sentence for its own help."""
+    """A further sentence for the sub-command's own help."""
     resumes: bool = False
     """Whether a stopped run continues when the command is repeated."""
 
 
 def _arg(flags: str, text: str, kind: Any = str, default: Any = None, **options: Any) -> Argument:
-    """Makes an argument. `flags`: such as "-o --out! FOLDER", where `!` makes it required and
-    FOLDER is the name of its value in the help. The default is added to the text."""
+    """Returns an argument. `flags` are such as "-o --out! FOLDER", where `!` makes it required and
+    FOLDER is the name of its value in the help. The default is appended to `text`."""
     words = flags.split()
     names = [word.rstrip("!") for word in words if word[0] == "-" or word == words[0]]
     if len(names) < len(words):
@@ -45,13 +45,13 @@ def _arg(flags: str, text: str, kind: Any = str, default: Any = None, **options:
 
 
 def _flag(name: str, text: str) -> Argument:
-    """Makes an option without a value."""
+    """Returns an option that has no value and is False if it is left out."""
     return (name,), {"action": "store_true", "help": text}
 
 
 def _parse_image_limit(text: str) -> int | None:
-    """Returns the most images of a prompt by vLLM's `--limit-mm-per-prompt`; None if it does not
-    limit them, or allows videos, which need the same tower."""
+    """Returns the most images of a prompt by vLLM's `--limit-mm-per-prompt`; None if that sets no
+    limit, or allows videos, which need the same tower. Raises ArgumentTypeError for other text."""
     try:
         limits = json.loads(text)
         found = limits.get("image")

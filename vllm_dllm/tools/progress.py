@@ -7,10 +7,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bars(console: Console | None = None) -> Progress:
-    """Makes a display with one line per task: description, bar, parts done of all, time left.
+    """Returns a display with one line per task: description, bar, parts done of all, time left.
 
-    The lines stay on stderr. With a `console` they are drawn there if it is a terminal, and vanish
-    at the end.
+    Without a `console` the lines are drawn on stderr and stay. With a `console` they are drawn
+    there if it is a terminal, and vanish at the end.
     """
     return Progress(
         TextColumn("{task.description}"),

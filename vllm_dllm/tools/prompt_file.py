@@ -14,12 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm_dllm.errors import InputError
 
 Row = tuple[str, dict[str, Any]]
-"""Where the row is, for error messages, and its content."""
+"""The place of the row in its file, for error messages, and the row's content."""
 
 
 def read_prompt_rows(path: Path) -> list[Row]:
-    """Returns the rows of all lines that are not empty. Raises InputError, with the line's number,
-    if one is not a prompt."""
+    """Returns the rows of all lines that are not empty. Raises InputError if the file cannot be
+    read, a line is not a prompt, or there are no rows. The message has the line's number."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -44,10 +44,11 @@ def read_prompt_rows(path: Path) -> list[Row]:
 def encode_prompt_rows(
     rows: Sequence[Row], model: Path, max_tokens: int, remedy: str
 ) -> list[list[int]]:
-    """Returns the token ids of each row, by the tokenizer of `model`.
+    """Returns the token ids of each row, by the tokenizer in the folder `model`.
 
-    Raises InputError for a row of more than `max_tokens` tokens; its message ends with `remedy`,
-    which says why, and what to do.
+    Raises:
+        InputError: a row cannot be encoded, or has no tokens or more than `max_tokens`. For the
+            latter the message ends with `remedy`, which says why, and what to do.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
@@ -65,7 +66,8 @@ def encode_prompt_rows(
 
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
-    """Returns the token ids of one row. Raises TypeError if its prompt is not a string."""
+    """Returns the token ids of one row. Raises TypeError if its prompt is not a string, and
+    TemplateError if its messages do not fit the chat template."""
     if "messages" in row:
         text = tokenizer.apply_chat_template(
             row["messages"], tokenize=False, add_generation_prompt=True

@@ -1,4 +1,4 @@
-"""Reads the numbers on a server's `/metrics`, and computes how they have changed."""
+"""Reads the metrics of a server, on `/metrics`, and computes how they have changed."""
 
 import functools
 import time
@@ -10,65 +10,70 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_dllm.errors import InputError
 
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0  # that a server has to answer
 Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """The samples of one reading."""
+    """All samples of a server's metrics at one time."""
 
-    at: float  # seconds of the monotonic clock
-    samples: Mapping[str, list[tuple[Labels, float]]]  # by name
+    at: float  # time of the scrape, seconds of the monotonic clock
+    samples: Mapping[str, list[tuple[Labels, float]]]  # name -> labels and value of each
 
     def total(self, name: str, **labels: str) -> float:
-        """Returns the sum of the samples with these labels; 0 if there are none."""
+        """Returns the sum of the samples of a name that have all of the labels; 0 if no sample
+        has."""
         return sum(
             value for found, value in self.samples.get(name, ()) if labels.items() <= found.items()
         )
 
     def totals_by(self, name: str, label: str) -> dict[str, float]:
-        """Returns the sum of the samples for each value of a label, in the server's order."""
+        """Returns the sum of the samples of a name for each value of a label, in the server's
+        order. Raises KeyError if a sample lacks the label."""
         found: dict[str, float] = {}
         for labels, value in self.samples.get(name, ()):
             found[labels[label]] = found.get(labels[label], 0.0) + value
         return found
 
     def has_restarted_since(self, earlier: "Scrape") -> bool:
-        """Returns whether the server was started anew since an earlier scrape."""
+        """Returns whether the server has been started anew since an earlier scrape: it counts fewer
+        forwards."""
         name = "vllm_dllm:forwards_total"
         return self.total(name) < earlier.total(name)
 
 
 @dataclass(frozen=True)
 class Change:
-    """The changes between two scrapes."""
+    """The changes of metrics between two scrapes."""
 
-    before: Scrape | None  # None: since the server's start
+    before: Scrape | None  # None: the changes since the server's start
     now: Scrape
 
     def difference(self, name: str, **labels: str) -> float:
-        """Returns the change of a total."""
+        """Returns how much the total of a metric's samples with these labels has changed."""
         before = self.before.total(name, **labels) if self.before is not None else 0.0
         return self.now.total(name, **labels) - before
 
     def ratio(self, name: str, per: str) -> float | None:
-        """Returns the quotient of two changes; None if the second is 0."""
+        """Returns the change of `name` divided by the change of `per`; None if the latter is 0."""
         whole = self.difference(per)
         return self.difference(name) / whole if whole else None
 
     def mean(self, histogram: str) -> float | None:
-        """Returns the mean of a histogram's new values; None if there are none."""
+        """Returns the mean of the values that a histogram has got between the scrapes; None if it
+        got none."""
         return self.ratio(f"{histogram}_sum", f"{histogram}_count")
 
     def rate(self, name: str) -> float | None:
-        """Returns the change per second; None for changes since the server's start."""
+        """Returns the change of a total per second; None for changes since the server's start."""
         if self.before is None or self.now.at <= self.before.at:
             return None
         return self.difference(name) / (self.now.at - self.before.at)
 
     def shares(self, name: str, label: str) -> dict[str, float]:
-        """Returns which share of a change each value of a label has, without those at 0."""
+        """Returns the share of a metric's change that each value of a label has. Values without a
+        change are left out."""
         found = {
             value: self.difference(name, **{label: value})
             for value in self.now.totals_by(name, label)
@@ -78,7 +83,8 @@ class Change:
 
 
 def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
-    """Reads a server's metrics. Raises InputError if `url` does not answer with them in time."""
+    """Returns the metrics of the server at `url`. Raises InputError if it does not answer with
+    metrics within `timeout_s` seconds."""
     text = _fetch_metrics_text(url, timeout_s)
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
@@ -91,7 +97,8 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
 
 
 def scrape_canvases(url: str) -> Scrape:
-    """Reads the metrics of a diffusion model's server. Raises InputError if `url` is none."""
+    """Returns the metrics of a diffusion model's server. Raises InputError if no such server
+    answers at `url`."""
     found = scrape(url)
     samples = found.samples
     if not any(name.startswith("vllm:") for name in samples):
@@ -109,14 +116,14 @@ def scrape_canvases(url: str) -> Scrape:
 
 @functools.cache
 def _client() -> httpx.Client:
-    """Returns one client for all scrapes, because making one takes 50 ms. It ignores proxies of the
-    environment, and keeps no connection open, because the server may restart."""
+    """Returns the HTTP client of all scrapes, made once because that takes 50 ms. It ignores
+    proxies of the environment. It keeps no connection open, because the server may restart."""
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def _fetch_metrics_text(url: str, timeout_s: float) -> str:
     """Returns the text at `url`/metrics. Raises InputError, which says what to do, if no server
-    answers within `timeout_s` seconds, it answers with an error status, or `url` is no URL."""
+    answers within `timeout_s` seconds, the answer is an error, or `url` is no URL."""
     try:
         answer = _client().get(f"{url}/metrics", timeout=timeout_s)
         return answer.raise_for_status().text

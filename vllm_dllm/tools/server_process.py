@@ -21,17 +21,19 @@ from vllm_dllm.errors import ServerError
 HOST = "127.0.0.1"
 STOP_SECONDS = 20  # after this long, a server that was asked to stop is killed
 ENDING_SECONDS = 3  # a server whose connections broke has ended within this time, if it ends
-FIRST_ERRORS, LAST_LINES = 3, 12  # lines of its log to show when it has ended by itself
+FIRST_ERRORS, LAST_LINES = 3, 12  # log lines to show when a server has ended by itself
 
 
 def serve_command(checkpoint: Path, port: int, *options: str) -> list[str]:
-    """Returns the command of `vllm serve`, with this interpreter, for this machine only."""
+    """Returns the command that runs `vllm serve` with this interpreter. The server listens on this
+    machine only."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
     return [*command, "--host", HOST, "--port", str(port), *options]
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raises ServerError unless the folder looks like a checkpoint."""
+    """Raises ServerError unless the folder looks like a checkpoint: it has a config and a
+    tokenizer."""
     if not checkpoint.is_dir():
         raise ServerError(
             f"there is no folder '{checkpoint}'. Name the folder of a checkpoint, for example the "
@@ -43,7 +45,8 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def choose_port(wanted: int | None) -> int:
-    """Returns `wanted`, or any free port for None. Raises ServerError if the port is in use."""
+    """Returns `wanted`, or any free port if it is None. Raises ServerError if the port cannot be
+    used. Another program may take the port before the server does."""
     with socket.socket() as probe:
         # As the server will: a port whose connections are merely closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,16 +61,19 @@ def choose_port(wanted: int | None) -> int:
 
 
 class Server:
-    """A server that runs as long as its `with` block, and answers after `wait_until_ready`.
+    """A server process that runs as long as its `with` block. It answers once `wait_until_ready`
+    returns.
 
-    It runs in its own process group: Ctrl-C reaches only the program that uses it, and stopping it
-    also stops its engine processes. SIGTERM and SIGHUP raise SystemExit, so that the block ends.
-    Must be used in the main thread.
+    The process has its own process group. So Ctrl-C reaches only the program that uses the server,
+    and stopping the server also stops its engine processes. In the block, SIGTERM and SIGHUP raise
+    SystemExit, so that the block ends. Use it in the main thread only.
     """
 
     def __init__(
         self, command: list[str], port: int, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
+        """Starts nothing yet. `command` is to listen on `port`; its output goes to the file `log`.
+        The process gets `environment` on top of this process' own, without VLLM_API_KEY."""
         self.port = port
         self.log = log
         self._command = command
@@ -76,6 +82,7 @@ class Server:
         self._environment = inherited | dict(environment or {})
 
     def __enter__(self) -> "Server":
+        """Starts the process, and does not wait for its answer."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -95,6 +102,7 @@ class Server:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Asks the process group to stop, kills it after `STOP_SECONDS`, and waits for its end."""
         try:
             self._send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -107,16 +115,19 @@ class Server:
 
     @property
     def pid(self) -> int:
+        """The id of the server's process, which is also that of its group."""
         return self._process.pid
 
     def _send_signal(self, number: int) -> None:
-        """Sends a signal to the process group: engine processes may outlive their parent."""
+        """Sends a signal to the process group, if it still exists: engine processes may outlive
+        their parent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def wait_until_ready(self, waiting: Callable[[float], None]) -> float:
-        """Waits until the server answers, and returns the seconds that took. Calls `waiting(seconds
-        so far)` several times a second. Raises ServerError if the server ends."""
+        """Waits until the server answers, and returns the seconds that it took. Several times a
+        second calls `waiting` with the seconds since the start of the wait. Raises ServerError if
+        the server ends."""
         start = time.monotonic()
         # trust_env: a proxy named in the environment has no business with our own server.
         with httpx.Client(timeout=5, trust_env=False) as client:
@@ -127,8 +138,8 @@ class Server:
         return time.monotonic() - start
 
     def check_alive(self, patience_s: float = 0) -> None:
-        """Raises ServerError with the end of the log if the server's process has ended, or ends
-        within `patience_s`: a connection breaks before the process is gone."""
+        """Raises ServerError, with the end of the log, if the server's process has ended or ends
+        within `patience_s` seconds. A connection breaks before the process is gone."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
         status = self._process.poll()
@@ -137,16 +148,19 @@ class Server:
             raise ServerError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
 
     def _excerpt(self) -> str:
-        """Returns the log's first errors and its end. vLLM logs the cause long before the end."""
+        """Returns the log's first errors and its last lines. vLLM logs the cause long before the
+        end."""
         lines = self.log.read_text(errors="replace").splitlines()
         before, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
         errors = [line for line in before if re.search(r"\b\w+(Error|Exception): ", line)]
         return "\n".join([*errors[:FIRST_ERRORS], *(["[...]"] if before else []), *end])
 
     def last_log_line(self) -> str:
+        """Returns the last line of the log so far; "" if it is empty."""
         return "".join(self.log.read_text(errors="replace").splitlines()[-1:])
 
     def _is_healthy(self, client: httpx.Client) -> bool:
+        """Returns whether the server answers on /health with 200."""
         try:
             return client.get(f"http://{HOST}:{self.port}/health").status_code == 200
         except httpx.HTTPError:
@@ -154,13 +168,13 @@ class Server:
 
 
 def _raise_exit(number: int, stack: FrameType | None) -> None:
-    """Handles a signal: ends the program with the usual exit status."""
+    """Handles a signal: raises SystemExit with the usual exit status."""
     raise SystemExit(128 + number)
 
 
 def wait_on_console(server: Server, console: Console) -> float:
-    """Waits until the server answers, and returns the seconds that took. Shows them, and the last
-    line of its log, on a terminal."""
+    """Waits until the server answers, and returns the seconds that it took. On a terminal it shows
+    the seconds and the last line of the server's log. Raises ServerError if the server ends."""
     if not console.is_terminal or console.is_dumb_terminal:
         return server.wait_until_ready(lambda seconds: None)
     with console.status("") as status:

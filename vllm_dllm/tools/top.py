@@ -18,16 +18,16 @@ from vllm_dllm.tools.scrape import Change, Scrape, scrape_canvases
 
 __all__ = ["run"]
 
-REFRESH_SECONDS = 1.0
-WINDOW_SECONDS = 10.0
+REFRESH_SECONDS = 1.0  # between two scrapes
+WINDOW_SECONDS = 10.0  # that the recent numbers are about
 
 
 def run(url: str, once: bool) -> None:
-    """Shows the server's metrics until `q` or Ctrl-C. With `once`, or without a terminal, it prints
-    one frame of text.
+    """Shows the server's metrics until `q` or Ctrl-C. With `once`, or without a terminal, prints
+    one frame as text and returns.
 
     Raises:
-        InputError: there is no server, or it has no metrics of canvases.
+        InputError: at the start there is no server, or it has no metrics of canvases.
     """
     url = url.rstrip("/")
     scrapes = deque([scrape_canvases(url)])
@@ -51,8 +51,8 @@ def run(url: str, once: bool) -> None:
 
 
 def _append_scrape(scrapes: deque[Scrape], scrape: Scrape) -> None:
-    """Adds a scrape, and drops those before `WINDOW_SECONDS` and those before a restart of the
-    server."""
+    """Appends a scrape to `scrapes`, in place. Drops scrapes that are older than `WINDOW_SECONDS`,
+    and all before a restart of the server."""
     if scrape.has_restarted_since(scrapes[-1]):
         scrapes.clear()
     scrapes.append(scrape)
@@ -62,8 +62,9 @@ def _append_scrape(scrapes: deque[Scrape], scrape: Scrape) -> None:
 
 @contextlib.contextmanager
 def _keyboard() -> Iterator[Callable[[float], bool]]:
-    """Sets the terminal, if there is one, to pass single keys without Enter. Yields a function that
-    waits so many seconds and returns whether q was typed."""
+    """Sets the terminal, if there is one, to pass single keys without Enter, and restores it after
+    the block. Yields a function that waits at most a number of seconds and returns whether q was
+    typed."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -79,7 +80,8 @@ def _keyboard() -> Iterator[Callable[[float], bool]]:
 
 
 def _wait_for_q(seconds: float) -> bool:
-    """Waits until a q is typed, at most so many seconds, and returns whether one was."""
+    """Waits until a q is typed, but at most `seconds`. Returns whether one was typed, or the
+    terminal is gone."""
     end, keyboard = time.monotonic() + seconds, sys.stdin.fileno()
     while (left := end - time.monotonic()) > 0:
         if select.select([keyboard], [], [], left)[0]:
@@ -90,6 +92,7 @@ def _wait_for_q(seconds: float) -> bool:
 
 
 def _sleep(seconds: float) -> bool:
+    """Waits `seconds` and returns False: without a terminal no key is typed."""
     time.sleep(seconds)
     return False
 
@@ -99,7 +102,8 @@ NONE = "–"
 
 
 def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) -> RenderableType:
-    """Draws all lines from the scrapes, the oldest first. `problem`: an error to show below."""
+    """Returns all lines to show, from scrapes of which the oldest comes first. `problem` is an
+    error to show below them."""
     now = scrapes[-1]
     lines: list[RenderableType] = [
         *(_title_line(url, now), ""),
@@ -120,17 +124,20 @@ def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) 
 
 
 def _title_line(url: str, now: Scrape) -> Text:
+    """Returns the line with the server's models and address."""
     models = ", ".join(now.totals_by("vllm_dllm:forwards_total", "model_name"))
     return Text.assemble((models, "bold"), f"  {url}")
 
 
 def _requests_line(now: Scrape) -> Text:
+    """Returns the line with the numbers of running and waiting requests."""
     running = now.total("vllm:num_requests_running")
     waiting = now.total("vllm:num_requests_waiting")
     return _labelled_line("Requests", f"{running:.0f} running, {waiting:.0f} waiting")
 
 
 def _memory_line(now: Scrape) -> Text:
+    """Returns the line with the used share of the KV cache, as the mean over the engines."""
     shares = now.totals_by("vllm:kv_cache_usage_perc", "engine").values()
     share = sum(shares) / len(shares) if shares else 0.0
     full = round(share * BAR)
@@ -161,12 +168,15 @@ RATES: Mapping[str, tuple[Callable[[Change], float | None], str]] = {
 
 
 def _share_of_free_commits(change: Change) -> float | None:
+    """Returns the share of commits that took no forward of their own; None if there were no
+    commits."""
     shares = change.shares("vllm_dllm:commits_total", "forward")
     return 1 - shares.get("own", 0.0) if shares else None
 
 
 def _rates_table(scrapes: Sequence[Scrape]) -> Table:
-    """Draws the lines of `RATES`, for the last seconds and since the server's start."""
+    """Returns the lines of `RATES`, with a column for the last seconds and one for all since the
+    server's start."""
     recent = Change(scrapes[0], scrapes[-1])
     since_start = Change(None, scrapes[-1])
     seconds = recent.now.at - scrapes[0].at
@@ -183,11 +193,13 @@ def _rates_table(scrapes: Sequence[Scrape]) -> Table:
 
 
 def _format_cell(number: float | None, form: str) -> str:
+    """Returns a number in the format `form`; a dash for None."""
     return NONE if number is None else format(number, form)
 
 
 def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
-    """Draws a line that says which share of a counter each value of a label has."""
+    """Returns a line that has the share of each value of a label in the change of a counter. `name`
+    is the counter's, without prefix and `_total`."""
     shares = change.shares(f"vllm_dllm:{name}_total", label)
     words = [
         f"{value.replace('_', ' ')} {'<1%' if share < 0.01 else format(share, '.0%')}"
@@ -197,7 +209,8 @@ def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
 
 
 def _engines_table(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
-    """Draws a line for each engine, whose running requests are `engines`."""
+    """Returns a table with a line for each engine. `engines` has the number of its running
+    requests."""
     change = Change(scrapes[0], scrapes[-1])
     table = Table.grid(padding=(0, 2))
     for heading in ("Engine", "running", "waiting", "forwards"):
@@ -211,4 +224,5 @@ def _engines_table(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> T
 
 
 def _labelled_line(title: str, text: str) -> Text:
+    """Returns a line with a title in a column of fixed width, and a text after it."""
     return Text(f"{title:<28}  {text}")

@@ -43,7 +43,7 @@ OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "1G"),
     "--enforce-eager",  # compiling takes longer than the whole demo
 )
-"""What `make serve` gives to `vllm serve`, and one option more."""
+"""The options that `make serve` gives to `vllm serve`, and --enforce-eager."""
 
 
 def run(
@@ -56,7 +56,8 @@ def run(
     """Serves `checkpoint`, asks the questions, draws the canvases, and stops the server.
 
     Raises:
-        InputError, ServerError: an option cannot be used, or the server failed.
+        InputError: an option cannot be used.
+        ServerError: the checkpoint is not complete, or the server failed.
     """
     if not 0 <= pace <= 5:
         raise InputError(f"--pace must be 0 to 5 seconds, got {pace:g}.")
@@ -89,7 +90,7 @@ def run(
 
 
 def _environment() -> dict[str, str]:
-    """Returns the server's environment, which loads the user's plugins, and those that show
+    """Returns variables for the server: it is to load the user's plugins, and those that show
     canvases."""
     variable, _, needed = WATCHING_PLUGINS.partition("=")
     names = (*os.environ.get(variable, "").split(","), *needed.split(","))
@@ -98,16 +99,17 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """One question, and what has come of its answer."""
+    """One question, and what has come of its answer so far."""
 
     question: Question
     text: str = ""
     num_tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the request to the end of the answer
     steps: list[Step] = field(default_factory=list)
 
     def ask(self, port: int) -> Iterator[Step]:
-        """Asks the server at `port`, and yields the steps as they come."""
+        """Asks the server at `port`, and yields the steps as they come. Fills the other fields
+        meanwhile, but not `steps`. Raises errors of the OpenAI client."""
         # trust_env: a proxy named in the environment has no business with our own server.
         with openai.OpenAI(
             base_url=f"http://{HOST}:{port}/v1",
@@ -137,14 +139,16 @@ class Answer:
 
 
 def _ask_in_thread(answer: Answer, server: Server) -> Iterator[Step]:
-    """Asks a question, and yields the steps of its answer as they come, which `answer` keeps as
-    well. A thread asks, so that drawing does not slow down the measured answer.
+    """Asks a question, and yields the steps of its answer as they come. Appends them to
+    `answer.steps`, too. A thread asks, so that drawing does not slow down the measured answer.
 
-    Raises ServerError when the request fails or the server ends.
+    Raises:
+        ServerError: the request failed, or the server has ended.
     """
     coming: queue.SimpleQueue[Step | Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
+        """Puts the steps into `coming`, and after them None or the error that ended the answer."""
         try:
             for step in answer.ask(server.port):
                 coming.put(step)
@@ -163,7 +167,7 @@ def _ask_in_thread(answer: Answer, server: Server) -> Iterator[Step]:
 
 
 class View:
-    """Draws answers in place on a terminal; elsewhere prints plain lines."""
+    """Draws answers in place on a terminal. Elsewhere prints plain lines."""
 
     def __init__(self, console: Console, pace_s: float) -> None:
         self._console = console
@@ -175,7 +179,8 @@ class View:
         self._console.print(Text(text, "dim"), soft_wrap=True)
 
     def wait_for_server(self, server: Server, checkpoint: Path) -> None:
-        """Waits until the server answers; shows the seconds, and the last line of its log."""
+        """Waits until the server answers. Shows the seconds and the last line of its log, and then
+        the checkpoint's note. Raises ServerError if the server ends."""
         self.print_note(f"Starting a server for {checkpoint} on port {server.port}.")
         self.print_note(f"Log: {server.log}")
         seconds = wait_on_console(server, self._console)
@@ -184,7 +189,8 @@ class View:
             self.print_note(note)
 
     def show_answer(self, answer: Answer, steps: Iterator[Step]) -> None:
-        """Draws the steps as they come, then the answer and its speed."""
+        """Draws the steps as they come, then the answer and its speed. Returns when the answer is
+        complete."""
         self._console.print()
         if (image := answer.question.image) is not None:
             self._show_image(image)
@@ -201,14 +207,15 @@ class View:
         )
 
     def _show_image(self, image: Image.Image) -> None:
-        """Draws a question's picture, in colours where the terminal has some."""
+        """Draws a question's picture, in colours if the terminal has them, else in shades."""
         if self._live and self._console.color_system is not None:
             self._console.print(drawing.draw_in_colors(image), no_wrap=True, overflow="crop")
         else:
             self._console.print(Text(drawing.draw_in_shades(image)), soft_wrap=True)
 
     def _animate(self, steps: Iterator[Step]) -> None:
-        """Draws one frame per step, in the same place; each stays for at least `pace_s`."""
+        """Draws one frame per step, each in the place of the one before. Each frame stays for at
+        least `pace_s` seconds."""
         before: list[str] = []
         with Live(console=self._console, auto_refresh=False) as live:
             for step in steps:
@@ -220,8 +227,8 @@ class View:
 
 
 def _describe_steps(steps: Sequence[Step]) -> str:
-    """Returns the beginning of the summary line, which the number of tokens follows: how many steps
-    on how many canvases, or that there were none. Ends with a space."""
+    """Returns the beginning of the summary line, which ends with a space: the numbers of steps and
+    canvases, or that there were none. The number of tokens follows it."""
     if not steps:
         return "No canvases: this model writes one token after the other. "
     num_canvases = sum(step.finished for step in steps)
@@ -229,4 +236,5 @@ def _describe_steps(steps: Sequence[Step]) -> str:
 
 
 def _pluralize(number: int, what: str, plural: str = "s") -> str:
+    """Returns a number and a noun, with the ending `plural` unless the number is 1."""
     return f"{number} {what}{plural if number != 1 else ''}"

@@ -1,4 +1,4 @@
-"""Draws canvases and small pictures: in colours for a terminal, in plain text for a pipe."""
+"""Draws canvases and small pictures: in colours for a terminal, in plain text elsewhere."""
 
 import math
 import unicodedata
@@ -20,24 +20,25 @@ HIDDEN = "░"  # a position that is not accepted, where text cannot be dim
 BAR_CELLS = 20
 FULL_BAR_NATS = 7.0  # the entropy of a thousand tokens that are equally likely
 WIDEST_FRAME = 100  # cells
-UPPER_HALF = "▀"  # two pixels of a picture are in a character, one above the other
+UPPER_HALF = "▀"  # a character shows two pixels of a picture, one above the other
 SHADES = " ░▒▓█"  # from paper to ink
 
 
 @dataclass(frozen=True)
 class Step:
-    """One denoise step of one canvas. Lists have one entry per canvas position."""
+    """One denoise step of one canvas. Lists have one entry for each position of the canvas."""
 
-    block: int  # which canvas of the answer, from 0
-    number: int  # 1-based, starts again with every canvas
-    texts: list[str]  # of the best guess; empty for special tokens
-    accepted: list[bool]
-    entropy_nats: float  # mean over the canvas
-    finished: bool  # the best guess is the block
+    block: int  # index of the canvas in the answer, from 0
+    number: int  # of the step in its canvas, from 1
+    texts: list[str]  # texts of the best guesses; "" for special tokens
+    accepted: list[bool]  # whether the step accepted the best guess
+    entropy_nats: float  # mean over the positions of the canvas
+    finished: bool  # whether the best guesses become the answer's block
 
     @classmethod
     def from_event(cls, canvas: Mapping[str, Any]) -> "Step":
-        """Reads the canvas of an event in the stream of an answer (docs/canvases.md)."""
+        """Returns the step that an event in the stream of an answer describes
+        (docs/canvases.md)."""
         return cls(
             block=canvas["block"],
             number=canvas["step"],
@@ -49,7 +50,8 @@ class Step:
 
 
 def position_cells(step: Step) -> list[tuple[str, str]]:
-    """Returns (text, style) of each canvas position: its best guess, and whether it is accepted."""
+    """Returns (text, style) of each position of the canvas. The text is the best guess, and the
+    style tells whether it is accepted or the canvas finished."""
     return [
         (_printable(text), FINISHED if step.finished else ACCEPTED if accepted else OPEN)
         for text, accepted in zip(step.texts, step.accepted, strict=True)
@@ -57,20 +59,22 @@ def position_cells(step: Step) -> list[tuple[str, str]]:
 
 
 def _printable(text: str) -> str:
-    """Returns a token's text without line breaks and unprintable characters."""
+    """Returns a token's text, in which visible signs replace line breaks and unprintable
+    characters. `END` replaces an empty text."""
     text = text.replace("\n", "⏎").replace("\t", " ")
     shown = "".join(UNREADABLE if _is_unreadable(char) else char for char in text)
     return shown or END
 
 
 def _is_unreadable(char: str) -> bool:
+    """Returns whether a character cannot be shown in a terminal's cell of its own."""
     # Marks, controls, surrogates and unassigned characters have no cell of their own.
     return char == "\N{REPLACEMENT CHARACTER}" or unicodedata.category(char)[0] in "MC"
 
 
 def wrap_cells(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """Wraps (text, style) pairs into lines of at most `width` terminal columns. No pair is split:
-    one that is wider has a line of its own."""
+    """Returns lines of at most `width` terminal columns with the (text, style) pairs `drawn`. No
+    pair is split: one that is wider has a line of its own."""
     lines, used = [Text(no_wrap=True)], 0
     for text, style in drawn:
         size = cell_len(text)
@@ -83,14 +87,16 @@ def wrap_cells(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
 
 
 def entropy_bar(entropy_nats: float, num_cells: int = BAR_CELLS) -> str:
-    """Draws the root of the share, since most steps happen below a tenth. Certainty is empty."""
+    """Returns a bar of `num_cells` characters, whose filled part is the square root of the share of
+    `FULL_BAR_NATS`. Most steps are below a tenth of that, which the root makes visible."""
     share = math.sqrt(min(max(entropy_nats / FULL_BAR_NATS, 0.0), 1.0))
     filled = math.ceil(share * num_cells)
     return "█" * filled + "░" * (num_cells - filled)
 
 
 def draw_frame(step: Step, before: Sequence[str], width: int) -> Group:
-    """Draws one step for a terminal: the earlier blocks, counters, and the canvas."""
+    """Returns one step as drawn on a terminal of `width` columns: the earlier blocks `before`, the
+    step's numbers, and the canvas."""
     width = min(width, WIDEST_FRAME)
     status = Text(no_wrap=True, overflow="ellipsis")
     status.append(_counters(step))
@@ -102,7 +108,7 @@ def draw_frame(step: Step, before: Sequence[str], width: int) -> Group:
 
 
 def format_line(step: Step) -> str:
-    """Returns one step as a line of plain text, with a mark for positions that are not accepted."""
+    """Returns one step as a line of plain text. A mark hides positions that are not accepted."""
     drawn = [HIDDEN if style == OPEN else text for text, style in position_cells(step)]
     return f"{_counters(step)} {''.join(drawn).rstrip(END)}"
 
@@ -117,7 +123,8 @@ def _counters(step: Step) -> str:
 
 
 def draw_in_colors(image: Image.Image) -> Text:
-    """Draws an RGB image: a character's foreground is the upper pixel, its background the lower."""
+    """Returns an RGB image as coloured text. The foreground of a character is the upper one of two
+    pixels, the background the lower one."""
     lines = []
     for pixels in _pairs_of_rows(image):
         line = Text()
@@ -128,7 +135,8 @@ def draw_in_colors(image: Image.Image) -> Text:
 
 
 def draw_in_shades(image: Image.Image) -> str:
-    """Draws an image without colours: the darker two pixels, the fuller their character."""
+    """Returns an RGB image as text without colours. The darker two pixels are, the fuller is their
+    character."""
     lines = []
     for pixels in _pairs_of_rows(image):
         darkness = 1 - pixels.mean(axis=(1, 2)) / 255  # [width]
@@ -138,12 +146,14 @@ def draw_in_shades(image: Image.Image) -> str:
 
 
 def _pairs_of_rows(image: Image.Image) -> np.ndarray:
-    """Returns the pixels [height / 2, width, 2, 3] uint8; of an odd height, the last row twice."""
+    """Returns the pixels of an RGB image as [height / 2, width, 2, 3] uint8. If the height is odd,
+    the last row comes twice."""
     pixels = np.asarray(image)
     pixels = np.pad(pixels, ((0, len(pixels) % 2), (0, 0), (0, 0)), mode="edge")
     return pixels.reshape(-1, 2, image.width, 3).transpose(0, 2, 1, 3)
 
 
 def _color(pixel: list[int]) -> str:
+    """Returns red, green and blue, from 0 to 255, as `#rrggbb`."""
     red, green, blue = pixel
     return f"#{red:02x}{green:02x}{blue:02x}"

@@ -11,17 +11,18 @@ from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question
 
-MAX_ROWS = 28
+MAX_ROWS = 28  # the most steps in a picture
 BAR_WIDTH = 90  # pixels, for the largest entropy in the picture
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 18  # pixels
-PIXEL = 4  # of a question's picture: drawn this many times larger
+PIXEL = 4  # a question's picture is drawn this many times larger
 COLORS = {drawing.ACCEPTED: "#7ee787", drawing.OPEN: "#6e7681", drawing.FINISHED: "#ffffff"}
 QUESTION, LABEL, BAR, BACKGROUND = "#79c0ff", "#8b949e", "#d29922", "#0d1117"
 LEGEND = "green: accepted   grey: best guess   white: finished   bar: mean entropy, nats"
 
 
 def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
-    """Writes an SVG of the question and the steps of one canvas, at most `MAX_ROWS` of them."""
+    """Writes an SVG file of the question and the steps of one canvas, at most `MAX_ROWS` of them.
+    `steps` must not be empty. Makes the file's folder."""
     widths = [cell_len(text) for text, _ in drawing.position_cells(steps[-1])]
     left = MARGIN + len("step 00  ") * CELL_WIDTH
     right = left + (sum(widths) + 2) * CELL_WIDTH
@@ -61,14 +62,16 @@ def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
 
 
 def select_evenly(steps: Sequence[Step], count: int) -> list[Step]:
-    """Returns at most `count` of the steps, evenly spread, the first and the last among them."""
+    """Returns at most `count` of the steps, evenly spread, with the first and the last among them.
+    `count` must be at least 2."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def _svg_row(left: float, y: float, cells: list[tuple[str, str]], widths: list[int]) -> list[str]:
-    """Returns the text elements of one step's cells: neighbours of the same style share one."""
+    """Returns the text elements of one step: one element for each run of cells of the same style.
+    Each text is cut or padded to its entry of `widths`, in characters."""
     parts, x = [], left
     fitted = [
         (set_cell_size(text, width), style)
@@ -82,6 +85,8 @@ def _svg_row(left: float, y: float, cells: list[tuple[str, str]], widths: list[i
 
 
 def _svg_text(x: float, y: float, text: str, color: str, weight: str = "") -> str:
+    """Returns an SVG element for a text whose left end is at (`x`, `y`). It is bold if `weight` is
+    not ""."""
     bold = ' font-weight="bold"' if weight else ""
     # The length is given because a fallback font may be wider or narrower. Plain spaces would be
     # dropped at the ends and in runs.
@@ -93,6 +98,8 @@ def _svg_text(x: float, y: float, text: str, color: str, weight: str = "") -> st
 
 
 def _svg_image(x: float, y: float, size: tuple[int, ...], url: str) -> str:
+    """Returns an SVG element for the image of a data URL, scaled to `size`, without blurring its
+    pixels."""
     return (
         f'<image x="{x:.1f}" y="{y:.1f}" width="{size[0]}" height="{size[1]}" '
         f'style="image-rendering: pixelated" href="{url}"/>'
@@ -100,6 +107,7 @@ def _svg_image(x: float, y: float, size: tuple[int, ...], url: str) -> str:
 
 
 def _svg_rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
+    """Returns an SVG element for a filled rectangle."""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
     )

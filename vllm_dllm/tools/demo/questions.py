@@ -1,4 +1,4 @@
-"""The questions of the demo: about pictures, for a checkpoint that takes images, and in text."""
+"""The questions of the demo. A checkpoint that takes images is also asked about pictures."""
 
 import base64
 import json
@@ -15,14 +15,14 @@ _PICTURES = Path(__file__).parent / "pictures"
 
 @dataclass(frozen=True)
 class Question:
-    """A question, perhaps about a picture."""
+    """A question to a model, perhaps about a picture."""
 
     text: str
-    picture: Path | None = None  # a PNG
+    picture: Path | None = None  # a PNG file
 
     @cached_property
     def image(self) -> Image.Image | None:
-        """The picture, in RGB."""
+        """The picture, in RGB; None if the question has no picture."""
         if self.picture is None:
             return None
         with Image.open(self.picture) as image:
@@ -43,6 +43,7 @@ class Question:
 
     @property
     def data_url(self) -> str:
+        """The picture's file as a data URL. Only for a question with a picture."""
         assert self.picture is not None
         encoded = base64.b64encode(self.picture.read_bytes()).decode()
         return f"data:image/png;base64,{encoded}"
@@ -58,7 +59,7 @@ TEXT_QUESTIONS = (
     Question("Sort: o r n i a z l v"),
     Question("Reverse: sand rose seed cherry eagle fox bridge cloud"),
 )
-"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`; the first has the longest
+"""Held-out prompts of the tasks in `checkpoints/recipes/tasks.py`. The first one has the longest
 answer."""
 
 PICTURE_QUESTIONS = (
@@ -70,12 +71,12 @@ PICTURE_QUESTIONS = (
 
 
 def questions_for(checkpoint: Path) -> Sequence[Question]:
-    """Returns the demo's questions for a checkpoint."""
+    """Returns the demo's questions for a checkpoint, those about pictures first."""
     return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS) if takes_images(checkpoint) else TEXT_QUESTIONS
 
 
 def takes_images(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint can be asked about images: it has a vision tower, and the
+    """Returns whether a checkpoint can be asked about images: it has a vision tower and the
     settings of an image processor."""
     config = json.loads((checkpoint / "config.json").read_text())
     return config.get("vision_config") is not None and any(

@@ -1,7 +1,7 @@
 """Runs many blocks of many sequences in one forward of the drafter, and computes their loss.
 
-A block sees the tokens before its anchor, and itself in both directions; never another block, or
-the tokens that it has to guess. Nothing sees the masks past the width of a narrow block.
+A block sees the tokens before its anchor, and itself in both directions. It never sees another
+block, or the tokens that it has to guess. Nothing sees the masks past the width of a narrow block.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from vllm_dllm.tools.drafter.target_states import Target
 
 @dataclass(frozen=True)
 class Blocks:
-    """The input of one forward: B sequences, N blocks each, W slots per block; Q = N · W, T = the
-    length of the longest sequence."""
+    """The input of one forward: B sequences with N blocks each, and W slots per block. Q = N · W,
+    and T is the length of the longest sequence in tokens."""
 
-    tokens: Tensor  # [B, Q] int64: anchor, mask, mask, …
+    tokens: Tensor  # [B, Q] int64, of each block: anchor, mask, mask, …
     positions: Tensor  # [B, Q] int64
-    wanted: Tensor  # [B, Q] int64, the token at each slot's position; -1: none to guess
-    visible: Tensor  # [B, Q, T + Q] bool
+    wanted: Tensor  # [B, Q] int64, the token that each slot has to guess; -1: none
+    visible: Tensor  # [B, Q, T + Q] bool, the tokens and slots that each slot sees
 
 
 def pad_sequences(sequences: Sequence[KnownSequence], device: torch.device) -> Tensor:
-    """Returns the tokens [B, T] int64, right-padded with 0."""
+    """Returns the sequences' tokens [B, T] int64 on `device`, padded on the right with 0."""
     length = max(len(sequence.tokens) for sequence in sequences)
     rows = [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences]
     return torch.tensor(rows, device=device)
@@ -36,14 +36,14 @@ def pad_sequences(sequences: Sequence[KnownSequence], device: torch.device) -> T
 
 def make_blocks(
     tokens: Tensor,  # [B, T] int64, right-padded
-    lengths: Tensor,  # [B] int64
-    anchors: Tensor,  # [B, N] int64, index of each block's anchor; -1: no block
-    widths: Tensor,  # [B, N] int64, slots of the block, anchor included; 1 to W
+    lengths: Tensor,  # [B] int64, tokens without padding
+    anchors: Tensor,  # [B, N] int64, index of each block's anchor in `tokens`; -1: no block
+    widths: Tensor,  # [B, N] int64, slots of each block, anchor included; 1 to W
     block_size: int,  # W
     mask_token_id: int,
 ) -> Blocks:
-    """Builds the blocks of a batch: anchors and the masks after them, the tokens to guess there,
-    and which tokens and slots each slot sees."""
+    """Returns the blocks of a batch: anchors with masks after them, the tokens to guess there, and
+    which tokens and slots each slot sees."""
     num_rows, num_tokens = tokens.shape
     device = tokens.device
     slot = torch.arange(block_size, device=device)
@@ -77,7 +77,7 @@ def block_logits(
     states: Tensor,  # [B, T, layers · H] of the whole sequences
     blocks: Blocks,
 ) -> Tensor:
-    """Returns the drafter's logits [B, Q, V] float32."""
+    """Returns the drafter's logits [B, Q, V] fp32 at all slots of the blocks."""
     dtype = drafter.fc.weight.dtype
     positions = torch.arange(states.shape[1], device=states.device).expand(states.shape[:2])
     context = drafter.context_kv(states.to(dtype), positions)
@@ -90,13 +90,13 @@ def drafting_loss(
     drafter: DFlashDrafter,
     target: Target,
     rows: list[KnownSequence],
-    anchors: list[list[int]],  # [B][N], -1: no block
-    widths: list[list[int]],  # [B][N], slots of each block
+    anchors: list[list[int]],  # [B][N], indices of the blocks' anchors; -1: no block
+    widths: list[list[int]],  # [B][N], slots of each block, anchor included
 ) -> Tensor:
-    """Returns the weighted mean of the cross entropies of the masked slots, [] float32, in nats.
+    """Returns the weighted mean of the cross entropies of the masked slots, [] fp32, in nats.
 
-    The first wrong guess ends a draft, so slot k after the anchor weighs exp(-(k - 1) / γ), as in
-    the paper (arXiv:2602.06036).
+    The first wrong guess ends a draft. So slot k after the anchor has the weight exp(-(k - 1) / γ),
+    as in the paper (arXiv:2602.06036).
     """
     block_size = drafter.config.block_size
     tokens = pad_sequences(rows, target.device)

@@ -1,7 +1,8 @@
 """`vllm-dllm drafter calibrate-width`: trains a BlockPilot predictor for a target and its drafter.
 
 It measures which block size is best for each prompt, and trains the predictor to tell. Measuring
-takes nearly all the time; a stopped run continues after the last part it measured (`resumable.py`).
+takes nearly all the time. A stopped run continues after the last part that it has measured
+(`resumable.py`).
 """
 
 import copy
@@ -47,13 +48,13 @@ def calibrate_width(
     out: Path,
     *,
     variant: str,  # of the predictor: "full" or "small"
-    radius: int,  # block sizes below the trained one to try
-    max_tokens: int,  # of an answer
+    radius: int,  # number of block sizes below the trained one to try
+    max_tokens: int,  # the most tokens of an answer
     seed: int,
     device: str,
 ) -> None:
-    """Writes a predictor, its report and a plot to `out`, which never exists unfinished. Raises
-    InputError for input that cannot be used."""
+    """Writes a predictor, its report and a plot to `out`, which never exists unfinished, and prints
+    the report. Raises InputError for input that cannot be used."""
     partial = resumable.partial_folder(out)
     model = load_drafter(drafter)
     text_config = target_text_config(target)
@@ -97,8 +98,9 @@ def _measure_sides(
     sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
     partial: Path,
 ) -> list[Measurements]:
-    """Measures the training and the held-out prompts. Parts that a stopped run has measured are
-    read."""
+    """Returns the measurements of the training and of the held-out prompts. Parts that a stopped
+    run has measured are read from `partial`. Raises InputError if too few answers have two
+    tokens."""
     measured: list[Measurements] = []
     with progress_bars() as progress:
         for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
@@ -125,8 +127,9 @@ VALIDATION_SHARE = 0.15  # of the training prompts, to choose an epoch
 
 
 def train_predictor(data: Measurements, config: PredictorConfig, seed: int) -> BlockPilot:
-    """Trains a predictor on the CPU, in seconds for a few thousand prompts, and returns it with the
-    weights of the epoch with the lowest validation loss. The same seed gives the same weights."""
+    """Returns a predictor trained on `data`, with the weights of the epoch with the lowest
+    validation loss. Trains on the CPU, in seconds for a few thousand prompts. The same seed gives
+    the same weights; PyTorch's global seed is set."""
     torch.manual_seed(seed)
     predictor = BlockPilot(config)
     order = torch.randperm(len(data))

@@ -1,6 +1,6 @@
-"""Runs the steps of a training, and keeps the log and the state that a stopped run continues from.
+"""Runs the steps of a training. Keeps the log, and the state from which a stopped run continues.
 
-Random numbers come from (seed, step), so only weights and optimisers are kept.
+Random numbers come from (seed, step), so the state has only weights, optimisers and the log.
 """
 
 import random
@@ -18,37 +18,39 @@ from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import KnownSequence
 from vllm_dllm.tools.drafter.target_states import Target
 
-STATE_FILE = "state.pt"  # while the run is unfinished
+STATE_FILE = "state.pt"  # kept while the run is unfinished
 HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ
 MAX_HELD_OUT = 64
 LOG_EVERY = 50  # steps
 SAVE_EVERY_S = 60.0
-WARMUP, DECAY = 0.02, 0.6  # shares of the run in which the learning rate rises, and falls to 0
+WARMUP, DECAY = 0.02, 0.6  # shares of the run in which the learning rate rises and falls to 0
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The options of a training run."""
+    """The options of a training run, as `vllm-dllm drafter train` gets them."""
 
     block_size: int = 16
     """Slots of a block: the anchor and the tokens drafted after it."""
     num_layers: int = 3
     target_layer_ids: tuple[int, ...] | None = None
-    """None: as many as the drafter has layers, spread as in the published drafters."""
+    """The target's layers, from 0, whose outputs are the context. None: as many as the drafter has
+    layers, spread as in the published drafters."""
     mask_token: str | None = None
-    """A token that is never written; None: the tokenizer's mask token."""
+    """Text of a token that is never written; None: the tokenizer's mask token."""
     minutes: float | None = None
     steps: int | None = None
-    """Exactly one of the two sets the length."""
+    """The length of the run: exactly one of `minutes` and `steps` is set."""
     seed: int = 0
     max_tokens: int = 256
-    """Longest answer."""
+    """The most tokens of an answer."""
     blocks_per_sequence: int = 8
     """The most blocks of a sequence in a step, each after a different anchor."""
     tokens_per_batch: int = 4096
-    """How many tokens of context and slots of blocks a step may have."""
+    """The most tokens of context and slots of blocks in a step, padding included."""
     narrow_share: float = 0.25
-    """Share of blocks narrower than block_size, so that short drafts are learnt as well."""
+    """Share of blocks that are narrower than `block_size`, so that short drafts are learnt as
+    well."""
 
 
 def fit(
@@ -58,8 +60,9 @@ def fit(
     options: TrainingOptions,
     partial: Path,
 ) -> list[dict[str, Any]]:
-    """Trains the drafter in place, and returns the log. Saves its state in `partial` now and
-    then."""
+    """Trains the drafter in place, and returns the log: for every `LOG_EVERY` steps the loss in
+    nats, τ of held-out sequences, and the minutes of training. Prints each entry. Saves the state
+    in `partial` every minute, and continues from a state that is there."""
     held_out = sequences[:: max(HELD_OUT_SHARE, len(sequences) // MAX_HELD_OUT)]
     learnt = [s for s in sequences if s not in held_out] or held_out
     learnt.sort(key=lambda sequence: len(sequence.tokens))
@@ -116,7 +119,8 @@ def fit(
 
 
 def _progress(options: TrainingOptions, step: int, elapsed_s: float) -> float:
-    """Returns how far the run is, from 0 to 1, by steps or by time, as the options ask."""
+    """Returns which share of the run is done, from 0, in steps or in time, as the options say. It
+    may be above 1."""
     if options.steps is not None:
         return step / options.steps
     assert options.minutes is not None
@@ -124,7 +128,7 @@ def _progress(options: TrainingOptions, step: int, elapsed_s: float) -> float:
 
 
 def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
-    """Makes Muon for matrices, with updates of AdamW's size, and AdamW for norms."""
+    """Returns Muon for matrices, with updates of AdamW's size, and AdamW for norms."""
     matrices = [p for p in drafter.parameters() if p.dim() == 2]
     rest = [p for p in drafter.parameters() if p.dim() != 2]
     optimizers = [
@@ -138,20 +142,20 @@ def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
 
 
 class Batch(NamedTuple):
-    """What a step trains on."""
+    """The blocks that one step trains on."""
 
     rows: list[KnownSequence]
-    anchors: list[list[int]]  # [B][N], -1: no block
-    widths: list[list[int]]  # [B][N], slots of each block
+    anchors: list[list[int]]  # [B][N], indices of the blocks' anchors; -1: no block
+    widths: list[list[int]]  # [B][N], slots of each block, anchor included
 
 
 def draw_batch(
-    sequences: list[KnownSequence],  # from short to long
+    sequences: list[KnownSequence],  # sorted from short to long
     options: TrainingOptions,
     step: int,
 ) -> Batch:
-    """Draws sequences of similar length, with about `tokens_per_batch` tokens and slots of blocks,
-    and the anchors and widths of their blocks."""
+    """Returns sequences of similar length with about `tokens_per_batch` tokens and slots, and the
+    anchors and widths of their blocks. The same seed and step give the same batch."""
     rng = random.Random(f"{options.seed} {step}")
     start = rng.randrange(len(sequences))
     rows: list[KnownSequence] = []
@@ -178,7 +182,7 @@ def draw_batch(
 
 
 def _mean_length(target: Target, drafter: DFlashDrafter, held_out: list[KnownSequence]) -> float:
-    """Returns τ of the held-out sequences at the drafter's own width."""
+    """Returns τ of the held-out sequences, with drafts as wide as the drafter's block."""
     prompts = [s.tokens[: s.first_anchor] for s in held_out]
     answers = [s.tokens[s.first_anchor :] for s in held_out]
     draft_width = drafter.config.block_size - 1

@@ -2,11 +2,13 @@
 
 The target answers every prompt once. Speculative decoding is lossless, so the verifications of
 every block size can be computed from that answer (`offline`). τ of a prompt is the mean number of
-tokens that its verifications emit. The label is the size with the largest τ. Answers are only a few
-blocks long, so nine prompts in ten have ties: the label is then the size that is best for all
-prompts together, if it is among them, else the smallest. If ties went to the smallest, a predictor
-that cannot tell prompts apart would choose it for all of them, and lose 2 to 18 % of τ on the
-others (measured with a half-trained drafter).
+tokens that its verifications emit.
+
+A prompt's label is the size with the largest τ. Answers are only a few blocks long, so nine prompts
+in ten have ties. A tie goes to the size that is best for all prompts together if it is among the
+best, else to the smallest. If ties went to the smallest, a predictor that cannot tell prompts apart
+would choose it for all of them. It would lose 2 to 18 % of τ on the other prompts (measured with a
+half-trained drafter).
 """
 
 import json
@@ -25,16 +27,16 @@ from vllm_dllm.tools.drafter.sequences import complete
 from vllm_dllm.tools.drafter.target_states import Target
 
 PROMPTS_PER_PART = 32
-_TIE = 1e-9  # of τ: the same sums in another order
+_TIE = 1e-9  # values of τ that differ by less are equal: sums in another order
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of n prompts at S block sizes."""
+    """Measurements of n prompts at S block sizes. Indexing selects prompts by a tensor of rows."""
 
     logits: Tensor  # [n, V] fp32, the target's at the last prompt position
-    emitted: Tensor  # [n, S] int64, tokens that verifications emit
-    verifications: Tensor  # [n, S] int64
+    emitted: Tensor  # [n, S] int64, tokens that all verifications of the answer emit
+    verifications: Tensor  # [n, S] int64, number of verifications
 
     def __len__(self) -> int:
         return len(self.logits)
@@ -44,22 +46,22 @@ class Measurements:
 
     @property
     def tau(self) -> Tensor:
-        """[n, S] fp64: tokens per verification."""
+        """[n, S] fp64: emitted tokens per verification."""
         return self.emitted.double() / self.verifications
 
     @property
     def best_fixed(self) -> int:
-        """The index of the size that is best for all prompts together."""
+        """The index of the size with the largest mean τ over the prompts."""
         return int(self.tau.mean(0).argmax())
 
     @property
     def smallest_best(self) -> Tensor:
-        """[n] int64: the index of the smallest of each prompt's best sizes."""
+        """[n] int64: the index of the smallest among each prompt's best sizes. Sizes ascend."""
         return self._is_best().int().argmax(-1)
 
     def labels(self, best_fixed: int) -> Tensor:
-        """Returns [n] int64: the index of each prompt's best size. Ties go to `best_fixed` if it is
-        among them, or else to the smallest."""
+        """Returns [n] int64: the index of each prompt's best size. A tie goes to the size
+        `best_fixed` if it is among the best, else to the smallest."""
         is_best = self._is_best()
         return torch.where(is_best[:, best_fixed], best_fixed, is_best.int().argmax(-1))
 
@@ -70,8 +72,8 @@ class Measurements:
 
 
 def candidate_sizes(trained_block_size: int, radius: int) -> tuple[int, ...]:
-    """Returns the block size that the drafter was trained with, and the `radius` sizes below it,
-    but none below 2."""
+    """Returns the block sizes to try, ascending: the size that the drafter was trained with, and
+    the `radius` sizes below it, but none below 2. Raises InputError if `radius` is below 1."""
     if radius < 1:
         raise InputError(f"--radius must be at least 1, got {radius}")
     return tuple(range(max(2, trained_block_size - radius), trained_block_size + 1))
@@ -84,8 +86,8 @@ def measure(
     sizes: Sequence[int],
     max_tokens: int,
 ) -> Measurements:
-    """Measures all prompts but those whose answer is a single token, for which nothing is
-    drafted."""
+    """Returns the measurements of the prompts. Prompts whose answer is a single token are left out,
+    since nothing is drafted for them. `max_tokens` is the most tokens of an answer."""
     answers = complete(target, prompts, max_tokens)
     courses = [replay(target, drafter, prompts, answers, size - 1) for size in sizes]
     lengths = [
@@ -109,8 +111,9 @@ def measure_in_parts(
     folder: Path,
     advance: Callable[[int], None],
 ) -> Measurements:
-    """Measures the prompts in parts. Each is written to the folder when it is complete, and read
-    from there if it exists."""
+    """Returns the measurements of all prompts. A part is written to the folder when it is complete,
+    and read from there if a stopped run has written it. Calls `advance` with the number of prompts
+    of each part."""
     parts: list[Measurements] = []
     for start in range(0, len(prompts), PROMPTS_PER_PART):
         part = prompts[start : start + PROMPTS_PER_PART]
@@ -130,8 +133,8 @@ def measure_in_parts(
 def split_prompts(
     prompts: Sequence[list[int]], held_out_share: float, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the training and the held-out prompts, in random order. Duplicates count once, so
-    that no prompt is on both sides."""
+    """Returns the training and the held-out prompts, in random order by `seed`. Equal prompts count
+    once, so that no prompt is on both sides. Raises InputError if there are too few prompts."""
     different = [json.loads(text) for text in dict.fromkeys(map(json.dumps, prompts))]
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     num_held_out = round(len(different) * held_out_share)

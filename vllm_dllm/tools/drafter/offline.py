@@ -1,13 +1,14 @@
 """Computes offline how many tokens every verification of speculative decoding would emit.
 
 Greedy speculative decoding is lossless, so the tokens are those of the target alone, whatever the
-drafter does. They are generated once; one forward of the target gives the states of all of them
-and, for one draft width, one pass of the drafter guesses a block after every token. What remains
-is to walk from anchor to anchor, for as many verify widths as one likes.
+drafter does. They are generated once. One forward of the target gives the states of all of them.
+For one draft width, one pass of the drafter guesses a block after every token. What remains is to
+walk from anchor to anchor, for each verify width.
 
 A width counts drafted tokens: vLLM's `num_speculative_tokens`. The block has one slot more, the
-anchor. τ is the mean number of tokens that a verification emits. The bonus token counts, tokens
-past EOS or `max_tokens` do not; the first token comes from the prefill, not from a verification.
+anchor. τ is the mean number of tokens that a verification emits. The bonus token counts. Tokens
+past EOS or `max_tokens` do not count. The first token of an answer comes from the prefill, not from
+a verification.
 """
 
 from collections.abc import Sequence
@@ -21,23 +22,23 @@ from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import KnownSequence
 from vllm_dllm.tools.drafter.target_states import Target, check_fit
 
-ANCHORS_PER_FORWARD = 64
-ROWS_PER_FORWARD = 16
+ANCHORS_PER_FORWARD = 64  # of each sequence, in a forward of the drafter
+ROWS_PER_FORWARD = 16  # sequences
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A prompt's answer, and how many of its tokens a draft after each of them guesses."""
+    """A prompt's answer, and how many of its tokens a draft after each of its tokens guesses."""
 
     answer: list[int]
-    first_logits: Tensor  # [V] float32 on the CPU: what the first token is chosen from
+    first_logits: Tensor  # [V] fp32 on the CPU, from which the first token is chosen
     matches: list[int]
-    """How many drafted tokens are right before the first wrong one, at each answer token but the
-    last."""
+    """For each answer token but the last: the number of drafted tokens after it that are right, up
+    to the first wrong one."""
 
     def emitted_lengths(self, verify_width: int) -> list[int]:
-        """Returns how many tokens each verification emits, if it verifies `verify_width` of the
-        drafted tokens."""
+        """Returns the number of tokens that each verification emits, if it verifies the first
+        `verify_width` drafted tokens."""
         lengths: list[int] = []
         anchor, last = 0, len(self.answer) - 1
         while anchor < last:
@@ -56,7 +57,8 @@ def replay(
     draft_width: int,
 ) -> list[Replayed]:
     """Drafts `draft_width` tokens after every answer token but the last, and counts how many are
-    right. Returns one result for each prompt, in their order."""
+    right. Returns one result for each prompt, in their order. Raises InputError if the drafter does
+    not fit the target."""
     check_fit(drafter.config, target.config)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
     replayed: dict[int, Replayed] = {}
@@ -73,7 +75,8 @@ def replay(
 def _replay_rows(
     target: Target, drafter: DFlashDrafter, rows: list[KnownSequence], draft_width: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """Returns the fields `first_logits` and `matches` of `Replayed` for each row."""
+    """Returns the fields `first_logits` and `matches` of `Replayed` for each sequence, from one
+    forward of the target."""
     tokens = pad_sequences(rows, target.device)
     lengths = torch.tensor([len(row.tokens) for row in rows], device=target.device)
     first = torch.tensor([row.first_anchor for row in rows], device=target.device)
@@ -99,7 +102,7 @@ def _replay_rows(
 
 
 def mean_length(lengths: Sequence[Sequence[int]]) -> float:
-    """Returns τ, the mean length over all verifications of all prompts; 1, as without drafts, if
-    there are none."""
+    """Returns τ, the mean length over all verifications of all prompts, from the lengths of each
+    prompt. Returns 1, as without drafts, if there are no verifications."""
     num_verifications = sum(map(len, lengths))
     return sum(map(sum, lengths)) / num_verifications if num_verifications else 1.0

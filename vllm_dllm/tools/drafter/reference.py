@@ -1,13 +1,16 @@
-"""The DFlash drafter in plain PyTorch: the definition of right, and what training trains.
+"""The DFlash drafter in plain PyTorch. It defines what is right, and is what training trains.
 
 A drafter has no vocabulary of its own. A block is the embedding of [anchor, mask, mask, …] by the
-target's table, where the anchor is the token sampled last; the mask at position p guesses the token
-at p, through the target's LM head. Every layer attends, without a causal mask, to the block and the
-context: all tokens whose target states are known, which is every token before the anchor. The
-context is not run through the layers: keys and values of each layer are projected straight from
-the target's states. So the layers are Qwen3's, with a KV cache that is filled from these states.
-Same numbers as vLLM 0.32's `qwen3_dflash.py`; "DFlash: Block Diffusion for Flash Speculative
-Decoding" (arXiv:2602.06036).
+target's table. The anchor is the token sampled last. The mask at position p guesses the token at p,
+through the target's LM head.
+
+Every layer attends, without a causal mask, to the block and the context. The context is every token
+before the anchor: their target states are known. It is not run through the layers: keys and values
+of each layer are projected straight from the target's states. So the layers are Qwen3's, with a KV
+cache that is filled from these states.
+
+The numbers are those of vLLM 0.32's `qwen3_dflash.py`. The paper is "DFlash: Block Diffusion for
+Flash Speculative Decoding" (arXiv:2602.06036).
 """
 
 import json
@@ -37,19 +40,20 @@ FROM_TARGET = (
 )
 
 ContextKV = list[tuple[Tensor, Tensor]]
-"""Each layer's keys, with norm and rotation, and values; [B, kv_heads, C, head_dim] each."""
+"""Each layer's keys, with norm and rotation, and values: [B, kv_heads, C, head_dim] each, for C
+tokens of context."""
 
 
 def drafter_config(
     target: Any,  # the target's text config
     *,
     num_layers: int,
-    target_layer_ids: Sequence[int],  # 0-based; the outputs of these layers are the context
+    target_layer_ids: Sequence[int],  # from 0; the outputs of these layers are the context
     mask_token_id: int,
-    block_size: int,
+    block_size: int,  # slots, the anchor included
 ) -> Qwen3Config:
-    """Returns the config of a drafter as wide as its target, in the layout of published ones
-    (z-lab/…-DFlash)."""
+    """Returns the config of a new drafter, as wide as its target, in the layout of the published
+    drafters (z-lab/…-DFlash)."""
     return Qwen3Config(
         architectures=[ARCHITECTURE],
         num_hidden_layers=num_layers,
@@ -67,9 +71,11 @@ def drafter_config(
 
 
 class DFlashDrafter(nn.Module):
-    """The whole drafter; its parameters are named as in the published checkpoints."""
+    """The whole drafter. Its parameters have the names that they have in the published
+    checkpoints."""
 
     def __init__(self, config: Qwen3Config):
+        """Makes a drafter with random weights. Sets the kind of attention in `config`."""
         super().__init__()
         config._attn_implementation = "sdpa"
         self.config = config
@@ -86,10 +92,10 @@ class DFlashDrafter(nn.Module):
 
     def context_kv(
         self,
-        states: Tensor,  # [B, C, layers · H], the target's states side by side
+        states: Tensor,  # [B, C, layers · H], outputs of the target's layers side by side
         positions: Tensor,  # [B, C] int64
     ) -> ContextKV:
-        """Returns each layer's keys and values of the context."""
+        """Returns each layer's keys and values of the C tokens of context."""
         context = self.hidden_norm(self.fc(states))
         rotation = self.rotary(context, positions)
         keys_values = []
@@ -108,8 +114,8 @@ class DFlashDrafter(nn.Module):
         context: ContextKV,
         visible: Tensor | None = None,  # [B, Q, C + Q] bool, True: the query sees the key
     ) -> Tensor:
-        """Returns hidden states [B, Q, H] for the target's LM head. Without `visible` all queries
-        are one block."""
+        """Returns hidden states [B, Q, H] for the target's LM head. Without `visible` all Q queries
+        are one block, which sees the whole context and itself."""
         rotation = self.rotary(embeddings, positions)
         cache = DynamicCache(context)
         hidden = embeddings
@@ -125,7 +131,8 @@ class DFlashDrafter(nn.Module):
 
 
 def save_drafter(drafter: DFlashDrafter, path: Path, dtype: torch.dtype) -> None:
-    """Writes config.json and the weights as `dtype` into the folder `path`."""
+    """Writes config.json and the weights as `dtype` into the folder `path`, and makes the folder if
+    needed. Changes the dtype in the drafter's config."""
     path.mkdir(parents=True, exist_ok=True)
     drafter.config.dtype = dtype
     drafter.config.save_pretrained(path)
@@ -135,7 +142,8 @@ def save_drafter(drafter: DFlashDrafter, path: Path, dtype: torch.dtype) -> None
 
 
 def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
-    """Loads a drafter from a folder in the published layout: full attention, one weights file."""
+    """Returns a drafter from a folder in the published layout: full attention, one weights file. It
+    is in eval mode, on the CPU. Raises InputError if the folder has no such drafter."""
     config_file = path / "config.json"
     if not config_file.is_file():
         raise InputError(f"{path} holds no drafter: expected config.json and {WEIGHTS_FILE}")

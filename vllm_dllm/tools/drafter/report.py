@@ -1,10 +1,11 @@
 """Reports what a width predictor gains on prompts that it was not trained on.
 
-It is compared with the best fixed size, chosen on the training prompts, and with the oracle, which
-knows the best size of each prompt. A predictor as good as the oracle has seen the answers. The
-paper's has: on all 64 prompts whose choices it published (AMAP-ML/BlockPilot, utils/*/1.json) it
-chose the oracle's size. There the oracle is 3.5 % (GSM8K) and 4.0 % (MATH-500) better than a fixed
-16, and 1.3 % and 1.2 % with sizes up to the trained 16 only.
+It compares the predictor with the best fixed size, chosen on the training prompts, and with the
+oracle, which knows the best size of each prompt. A predictor as good as the oracle has seen the
+answers. The paper's predictor has seen them: on all 64 prompts whose choices were published
+(AMAP-ML/BlockPilot, utils/*/1.json) it chose the oracle's size. There the oracle is 3.5 % (GSM8K)
+and 4.0 % (MATH-500) better than a fixed 16. With no sizes above the trained 16, it is 1.3 % and 1.2
+% better.
 """
 
 from pathlib import Path
@@ -18,15 +19,15 @@ from torch import Tensor
 from vllm_dllm.drafters.blockpilot import BlockPilot
 from vllm_dllm.tools.drafter.measurements import Measurements
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # of the held-out prompts, for confidence intervals
 LEAK_SHARE = 0.95  # of the way from the best fixed size to the oracle
-LEAST_ROOM = 0.01  # of τ, between those two, for that share to mean anything
+LEAST_ROOM = 0.01  # share of τ; if the oracle gains less, LEAK_SHARE of its gain means nothing
 
 
 def build_report(
     predictor: BlockPilot, training: Measurements, held_out: Measurements, seed: int
 ) -> dict[str, Any]:
-    """Returns the report's numbers, ready for JSON. τ is the mean over prompts, as in the paper;
+    """Returns the report's numbers, ready for JSON. τ is the mean over prompts, as in the paper.
     `pooled_tau` weighs all verifications equally, which decides how long answers take."""
     sizes = predictor.config.block_sizes
     fixed = training.best_fixed
@@ -75,12 +76,13 @@ def build_report(
 
 
 def _select(values: Tensor, index: Tensor) -> Tensor:
-    """Returns [n]: the entry of each row of `values` [n, S] that `index` [n] int64 names."""
+    """Returns [n]: of each row of `values` [n, S] the entry at its place in `index` [n] int64."""
     return values.gather(1, index[:, None]).squeeze(1)
 
 
 def _measure_policy(data: Measurements, sizes: tuple[int, ...], index: Tensor) -> dict[str, float]:
-    """Returns the numbers of a policy that chooses the size `index` [n] int64 for each prompt."""
+    """Returns the numbers of a policy that chooses the size at place `index` [n] int64 of `sizes`
+    for each prompt."""
     emitted, verifications = _select(data.emitted, index), _select(data.verifications, index)
     drafted = (torch.tensor(sizes)[index] - 1) * verifications
     return {
@@ -91,7 +93,7 @@ def _measure_policy(data: Measurements, sizes: tuple[int, ...], index: Tensor) -
 
 
 def _confidence_interval(differences: Tensor, seed: int) -> tuple[float, float]:
-    """Returns the bounds between which 95 % of the means of resampled prompts lie."""
+    """Returns the two bounds between which 95 % of the means of resampled prompts lie."""
     values = differences.numpy()
     rows = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(values[rows].mean(1), (2.5, 97.5))
@@ -99,7 +101,7 @@ def _confidence_interval(differences: Tensor, seed: int) -> tuple[float, float]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Returns the report as a few lines of text."""
+    """Returns the numbers of `build_report` as a few lines of text."""
     numbers, lines = report["held_out"], []
     training, held_out = report["prompts"]
     lines.append(f"Trained on {training} prompts, {held_out} others held out:")
@@ -129,7 +131,8 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def save_plot(report: dict[str, Any], file: Path) -> None:
-    """Draws τ of every fixed size and of the policies, and how often each size is best."""
+    """Writes a plot to `file`: τ of every fixed size and of the policies, and how often each size
+    is best."""
     sizes = [int(size) for size in report["held_out_fixed"]]
     figure = Figure(figsize=(10, 4), layout="tight")
     left, right = figure.subplots(1, 2)

@@ -2,7 +2,7 @@
 
 A drafter learns what its own target writes. So the target answers prompts greedily, in a running
 vLLM server or in transformers. Answers are written line by line, and a stopped run continues after
-the last whole line. Or the sequences are the blocks that a serving drafter kept
+the last whole line. Otherwise the sequences are the blocks that a serving drafter kept
 (`vllm_dllm/drafters/buffer.py`).
 """
 
@@ -23,11 +23,11 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.target_states import Target
 from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 
-BATCH_SIZE = 128
-SERVER_CONNECTIONS = 32
+BATCH_SIZE = 128  # prompts that transformers answers at once
+SERVER_CONNECTIONS = 32  # prompts that a server answers at once
 
 Completer = Callable[[Sequence[list[int]]], list[list[int]]]
-"""Prompts -> their answers."""
+"""Token ids of prompts -> token ids of their answers, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class KnownSequence:
 
     tokens: list[int]
     first_anchor: int
-    """Index of the first token that may start a block: where the answer starts, or the one block
-    that a serving drafter reported. The last anchor is the second to last token."""
+    """Index of the first token that may start a block. It is where the answer starts, or the anchor
+    of the one block that a serving drafter recorded. The last anchor is the second to last
+    token."""
 
 
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
-    """Returns the token ids of every row of a JSON Lines file, at most `room` tokens each."""
+    """Returns the token ids of every row of a JSON Lines file. Raises InputError if a row is not a
+    prompt, or has more than `room` tokens."""
     remedy = "the answer must fit after it in the model's context; shorten it or lower --max-tokens"
     return encode_prompt_rows(read_prompt_rows(path), model, room, remedy)
 
@@ -50,8 +52,8 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
 def complete(
     target: Target, prompts: Sequence[list[int]], max_tokens: int, batch_size: int = BATCH_SIZE
 ) -> list[list[int]]:
-    """Returns the target's greedy answers, by transformers, in the prompts' order. An answer that
-    ends has EOS as its last token."""
+    """Returns the target's greedy answers, by transformers, in the prompts' order. Each has at most
+    `max_tokens` tokens. An answer that ends has EOS as its last token."""
     model = target.model
     stops = model.generation_config.eos_token_id
     stop_ids = set(stops if isinstance(stops, list) else [stops])
@@ -75,8 +77,9 @@ def complete(
 
 
 def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
-    """Makes the function that has the vLLM server at `url` answer prompts greedily. Raises
-    InputError if no server answers, or if it serves another model."""
+    """Returns a function that has the vLLM server at `url` answer prompts greedily, several at a
+    time. Raises InputError if no server answers. The function raises it if the server refuses a
+    prompt, sends no token ids, or serves another model."""
     client = openai.OpenAI(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key="none")
     try:
         name = client.models.list().data[0].id
@@ -84,6 +87,8 @@ def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Complet
         raise InputError(f"no vLLM server answers at {url}: {error}") from error
 
     def answer(prompt: list[int]) -> list[int]:
+        """Returns the server's greedy answer to one prompt. Raises InputError if it cannot be
+        used."""
         try:
             completion = client.completions.create(
                 model=name,
@@ -115,10 +120,11 @@ def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Complet
 
 
 def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> list[KnownSequence]:
-    """Completes the prompts that `path` has no line for yet, and appends their lines.
+    """Completes the prompts that `path` has no line for yet, and appends their lines. Returns the
+    sequences of all lines, also of those that a stopped run has written.
 
-    Answers of one token stay in the file, so that its lines match the prompts, but have no anchor
-    and are left out.
+    Answers of one token stay in the file, so that its lines match the prompts. They have no anchor,
+    so they are not returned.
     """
     done = _whole_lines(path)
     rest = iter(prompts[len(done) :])
@@ -135,7 +141,8 @@ def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> l
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads the rows of `path`; a last line that was cut off is removed from the file."""
+    """Returns the rows of `path`; [] if there is no file. Removes a last line that was cut off from
+    the file."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -147,10 +154,11 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_buffer(path: Path, vocab_size: int) -> list[KnownSequence]:
-    """Reads the blocks of a buffer, oldest first, as sequences to train on.
+    """Returns the blocks of a buffer, oldest first, as sequences to train on. Raises InputError if
+    there are none, or they do not fit a vocabulary of `vocab_size` tokens.
 
-    After a block's anchor come the accepted tokens and the one the target put in place of the first
-    wrong guess; what would have followed that guess is not known.
+    After a block's anchor come the accepted tokens, and the one that the target put in place of the
+    first wrong guess. What would have followed that guess is not known.
     """
     shards = sorted(path.glob(PATTERN))
     if not shards:

@@ -1,9 +1,9 @@
 """Trains a DFlash drafter for any causal language model: `vllm-dllm drafter train`.
 
 The target answers the prompts once (`sequences.py`). Every step (`fit.py`) then runs the real
-target over some of those sequences, takes the states of the chosen layers, puts blocks after random
-anchors (`blocks.py`) and lowers the loss of what the drafter guesses there. A stopped run can be
-continued (`resumable.py`).
+target over some of the sequences and takes the states of the chosen layers. It puts blocks after
+random anchors (`blocks.py`) and lowers the loss of what the drafter guesses there. A stopped run
+can be continued (`resumable.py`).
 """
 
 import json
@@ -55,11 +55,11 @@ def train(
     device: str | None = None,  # None: a GPU if there is one
     **options: Any,
 ) -> None:
-    """Trains a drafter, and writes it to `out`, which never exists unfinished. Further options are
-    the fields of `TrainingOptions`. Raises InputError for input that cannot be used.
+    """Trains a drafter, and writes it to `out`, which never exists unfinished. `options` are the
+    fields of `TrainingOptions`. Raises InputError for input that cannot be used.
 
-    Sequences come from `prompts`, which the target or the `server` answers, or from the buffer of
-    a serving drafter, which must be `init_from`.
+    Sequences come from `prompts`, which the target or the `server` answers. Or they come from the
+    buffer of a serving drafter, which must be `init_from`.
     """
     settings = TrainingOptions(**options)
     partial = resumable.partial_folder(out)
@@ -110,7 +110,7 @@ def _check_arguments(
     from_buffer: Path | None,
     init_from: Path | None,
 ) -> None:
-    """Raises InputError for options that do not go together."""
+    """Raises InputError for options that contradict each other, or lack one that they need."""
     if (prompts is None) == (from_buffer is None):
         raise InputError("expected either --prompts FILE.jsonl or --from-buffer DIR")
     if server is not None and prompts is None:
@@ -129,7 +129,7 @@ def _check_arguments(
 
 
 def config_for_target(target: Path, text_config: Any, options: TrainingOptions) -> Qwen3Config:
-    """Makes the configuration of a new drafter. Raises InputError where there is no token for
+    """Returns the configuration of a new drafter. Raises InputError if there is no token for
     masks."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     mask_token = options.mask_token or tokenizer.mask_token
@@ -154,8 +154,8 @@ def config_for_target(target: Path, text_config: Any, options: TrainingOptions) 
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Returns the indices of `count` layers, evenly spread from the second to the third last, as in
-    published drafters."""
+    """Returns the indices of `count` layers of the target, evenly spread from the second to the
+    third last, as in published drafters."""
     if count == 1:
         return (num_target_layers // 2,)
     first, last = 1, max(num_target_layers - 3, 1)
@@ -164,7 +164,8 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _new_drafter(config: Qwen3Config, seed: int) -> DFlashDrafter:
-    """Makes a drafter with random weights: fan-in scaled normal matrices; norms stay one."""
+    """Returns a drafter with random weights. Matrices are normal, scaled by the number of their
+    inputs, and norms are 1. Sets PyTorch's global seed."""
     torch.manual_seed(seed)
     drafter = DFlashDrafter(config)
     for parameter in drafter.parameters():
@@ -180,7 +181,7 @@ def _fingerprint(
     options: TrainingOptions,
     sources: Sequence[Any],
 ) -> dict[str, Any]:
-    """Returns what identifies a run: two runs with equal values write the same drafter."""
+    """Returns what identifies a run. A stopped run is continued only by one with equal values."""
 
     def weights(folder: Path) -> list[list[Any]]:
         return resumable.file_marks(sorted(folder.glob("*.safetensors")))
@@ -195,7 +196,7 @@ def _fingerprint(
 
 
 def _plot_log(log: list[dict[str, Any]], path: Path) -> None:
-    """Writes a plot of loss and acceptance length over the steps."""
+    """Writes a plot of the loss and of τ over the steps."""
     figure = Figure(figsize=(10, 4), layout="tight")
     for axes, key, label in zip(
         figure.subplots(1, 2),

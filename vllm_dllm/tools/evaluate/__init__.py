@@ -27,8 +27,8 @@ from vllm_dllm.tools.server_process import check_checkpoint
 
 __all__ = ["run"]
 
-HELD_OUT = "checkpoints/held_out.yaml"
-PIPE_COLUMNS = 110  # of the table, if the output is not a terminal
+HELD_OUT = "checkpoints/held_out.yaml"  # from the current folder
+PIPE_COLUMNS = 110  # width of the table if the output is not a terminal
 
 
 def run(
@@ -37,8 +37,8 @@ def run(
     out: Path,  # folder for eval.json and eval.png
     **options: Any,
 ) -> None:
-    """Evaluates the checkpoints, prints a table, and writes it with a plot to `out`. The other
-    options are the fields of `PromptSettings`.
+    """Evaluates the checkpoints, prints a table, and writes it with a plot to `out`. `options` are
+    the fields of `PromptSettings`.
 
     Raises:
         InputError, ServerError: an option cannot be used, or a server failed.
@@ -63,7 +63,7 @@ def run(
 
 
 def _check_options(checkpoints: Sequence[Path], prompting: PromptSettings, out: Path) -> None:
-    """Raises InputError or ServerError for options that cannot be used."""
+    """Makes the folder `out`. Raises InputError or ServerError for options that cannot be used."""
     for checkpoint in checkpoints:
         check_checkpoint(checkpoint)
     if len(set(checkpoints)) < len(checkpoints):
@@ -82,7 +82,8 @@ def _evaluate_checkpoint(
     console: Console,
     logs: Path,
 ) -> Iterator[Row]:
-    """Serves a checkpoint, and yields the rows of its tasks."""
+    """Serves a checkpoint while it is iterated over, and yields a row for each score of its tasks.
+    Raises InputError or ServerError if the server fails."""
     with run_server(checkpoint, prompting.serve_options or (), console, logs) as port:
         weight_bytes = read_weight_bytes(port)
         for name, task in tasks.items():

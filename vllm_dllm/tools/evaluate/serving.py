@@ -28,8 +28,9 @@ CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
 
 
 def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
-    """Returns the options of `vllm serve`: those that the user gave, or defaults. Raises InputError
-    if their context leaves no room for the longest answer that a task asks for."""
+    """Returns the options of `vllm serve`: those that the user gave, or defaults if `given` is
+    None. Raises InputError if their context leaves no room for the longest answer that a task asks
+    for."""
     longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
     tokens = longest_answer(tasks[longest])
     if given is None:
@@ -45,8 +46,9 @@ def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequen
 
 
 def _default_options(longest_answer: int) -> list[str]:
-    """Returns no options on a GPU. On a CPU, it limits the KV cache, which by default takes most of
-    the memory, and the context to what answers of this many tokens need."""
+    """Returns no options on a GPU. On a CPU, returns a limit of the KV cache, which by default
+    takes most of the memory, and of the context. The context has room for answers of
+    `longest_answer` tokens."""
     if torch.cuda.is_available():
         return []
     context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
@@ -58,10 +60,11 @@ def run_server(
     checkpoint: Path, options: Sequence[str], console: Console, logs: Path
 ) -> Iterator[int]:
     """Serves the checkpoint, with further `options` of `vllm serve`, for the length of a block.
-    Yields the port when the server has answered once. Its log goes to the folder `logs`.
+    Yields the port once the server has answered a first request. Its log goes to the folder `logs`.
 
     Raises:
         ServerError: the server did not start, or has ended.
+        InputError: the server did not answer.
     """
     # The harness would ask a proxy, if the environment names one.
     os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
@@ -88,7 +91,8 @@ def _warm_up(port: int, model: str) -> None:
 
 @contextmanager
 def redirect_library_logs(log: Path) -> Iterator[None]:
-    """Sends what the libraries log in a block to a file."""
+    """Writes what the libraries log inside the block to the file `log`, and hides their progress
+    bars."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     handler = logging.FileHandler(log)
     before = [logger.propagate for logger in loggers]

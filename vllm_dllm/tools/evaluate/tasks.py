@@ -1,8 +1,8 @@
-"""Loads tasks of lm-evaluation-harness with their data, and tries each on its first prompt, before
-a server starts.
+"""Loads tasks of lm-evaluation-harness with their data. Tries each on its first prompt, before a
+server starts.
 
-Nothing is downloaded. Data comes from the folder of a task file, from a folder of data sets or from
-Hugging Face's cache.
+Nothing is downloaded. Data comes from the folder of a task file, from a folder of data sets, or
+from Hugging Face's cache.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from lm_eval.tasks import TaskManager
 from vllm_dllm.errors import InputError
 
 DEFAULT_TOKENS = 256
-"""The longest answer of a task that does not say it; `max_gen_toks` of the harness's clients."""
+"""The longest answer, in tokens, of a task that sets none: `max_gen_toks` of the harness's
+clients."""
 MALFORMED = (
     yaml.YAMLError,
     jinja2.TemplateError,
@@ -30,14 +31,18 @@ MALFORMED = (
     TypeError,
     ValueError,
 )
-"""The errors of lm-evaluation-harness for a task file that it cannot use."""
+"""The errors that lm-evaluation-harness raises for a task file that it cannot use."""
 
 
 def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
-    """Loads tasks, and returns them by name. A spec is a task file (its name ends in .yaml) or a
-    name of the harness. The data of a task file is searched in the file's folder, then in `data`;
-    that of a named task, OWNER/NAME, first in the folder of that name in `data`. Raises InputError
-    for a task that cannot be used."""
+    """Returns tasks by name. A spec is a task file, whose name ends in .yaml or .yml, or a name of
+    the harness. The data of a task file is looked for in the file's folder, then in `data`. That of
+    a named task, OWNER/NAME, is looked for in the folder of that name in `data`, then in Hugging
+    Face's cache.
+
+    Raises:
+        InputError: a task cannot be used.
+    """
     names = [spec for spec in specs if not _is_file(spec)]
     manager = task_manager(bool(names))
     for name in names:
@@ -54,17 +59,18 @@ def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
 
 @cache
 def task_manager(knows_names: bool) -> TaskManager:
-    """Returns a task manager, which is made once: reading the harness's task names takes
-    seconds."""
+    """Returns a task manager of the harness, which knows the harness's own tasks if `knows_names`.
+    It is made once, because reading the task names takes seconds."""
     return TaskManager(include_defaults=knows_names)
 
 
 def _is_file(spec: str) -> bool:
+    """Returns whether a spec names a task file, by its ending."""
     return spec.endswith((".yaml", ".yml"))
 
 
 def _load_task(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
-    """Loads the tasks of one spec. Raises InputError if they cannot be used."""
+    """Returns the tasks of one spec, by name. Raises InputError if they cannot be used."""
     path = Path(spec)
     if _is_file(spec) and not path.is_file():
         raise InputError(f"there is no task file '{spec}'")
@@ -93,7 +99,8 @@ def _load_task(manager: TaskManager, spec: str, data: Path) -> dict[str, Task]:
 
 
 def _load_in_folder(folder: Path, manager: TaskManager, spec: str) -> dict[str, Task]:
-    """Loads the tasks of one spec, with data from a folder."""
+    """Returns the tasks of one spec, with data from a folder, which is the current folder
+    meanwhile. Raises InputError and errors of the harness."""
     # The harness resolves data paths from the current folder.
     with contextlib.chdir(folder), _without_network():
         loaded = manager.load([spec])["tasks"]
@@ -103,7 +110,7 @@ def _load_in_folder(folder: Path, manager: TaskManager, spec: str) -> dict[str, 
 
 
 def longest_answer(task: Task) -> int:
-    """Returns the most tokens that a task asks for."""
+    """Returns the most tokens that a task asks for in an answer."""
     return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_TOKENS))
 
 
@@ -133,7 +140,7 @@ def _try_first_prompt(spec: str, name: str, task: Task) -> None:
 
 @contextlib.contextmanager
 def _without_network() -> Iterator[None]:
-    """Keeps Hugging Face's libraries from the network in a block."""
+    """Keeps Hugging Face's libraries from the network inside the block."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     try:
@@ -143,4 +150,5 @@ def _without_network() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message."""
     return str(error).strip().partition("\n")[0]

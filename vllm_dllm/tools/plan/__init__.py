@@ -1,6 +1,6 @@
 """`vllm-dllm plan`: computes how many requests of a checkpoint a GPU has room for.
 
-This file has the choices of its options, because the help of all commands needs them, and
+This file has the choices of the command's options. The help of all commands needs them, and
 `capacity.py` takes seconds to load.
 """
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """A kind of GPU."""
+    """A kind of GPU that `vllm-dllm plan` knows."""
 
     memory_gib: float
-    """Its memory by the data sheet, as the driver reports it."""
+    """Memory by the data sheet, in GiB, as the driver reports it."""
     published_tokens_per_s: int | None = None
     """Tokens per second of one request of DiffusionGemma 26B in FP8, as vLLM published them for its
-    own version."""
+    own version; None: not published."""
 
 
 GPUS = {

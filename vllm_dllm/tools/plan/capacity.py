@@ -1,5 +1,6 @@
 """Computes what takes a GPU's memory, and how many requests it has room for, from a checkpoint's
-shape: sizes of weights, of what a request keeps between steps, and of keys and values."""
+shape. That has the sizes of weights, of what a request keeps between steps, and of keys and
+values."""
 
 import math
 from dataclasses import dataclass
@@ -22,33 +23,34 @@ MIB = 1 << 20
 
 MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 WORKSPACE_GIB = 3.0
-"""Assumed for activations, CUDA graphs and libraries. vLLM measures it when it starts."""
-BLOCK_SIZE = 16  # tokens: vLLM's default on GPUs
-TOKEN_BUDGET = 8192  # of a step: vLLM's default on GPUs of this size
+"""Memory that is assumed for activations, CUDA graphs and libraries. vLLM measures it when it
+starts."""
+BLOCK_SIZE = 16  # tokens of a cache block: vLLM's default on GPUs
+TOKEN_BUDGET = 8192  # the most tokens of a step: vLLM's default on GPUs of this size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the memory of each GPU is used. Sizes are in bytes."""
+    """The use of the memory of each GPU. Sizes are in bytes."""
 
-    memory: int
+    memory: int  # all that vLLM uses
     weights: int
     workspace: int
-    sampling: int
-    state: int  # of a request, between steps
-    kv: int  # of a request
-    canvases_per_step: int
-    max_context: int  # tokens of a request, by the checkpoint
+    sampling: int  # setting sampling_memory_mib
+    state: int  # what one request keeps between steps
+    kv: int  # keys and values of one request
+    canvases_per_step: int  # the most that one step denoises
+    max_context: int  # the most tokens of a request, by the checkpoint
     is_26b: bool  # the checkpoint has the shape of the published figures
 
     @property
     def left(self) -> int:
-        """The memory that is left for requests."""
+        """The memory that is left for requests, in bytes; negative if the weights do not fit."""
         return self.memory - self.weights - self.workspace - self.sampling
 
     @property
     def max_requests(self) -> int:
-        """How many requests the memory has room for."""
+        """The number of requests for which the memory has room."""
         return max(0, self.left // (self.kv + self.state))
 
 
@@ -60,8 +62,8 @@ def make_plan(
     kv_cache_dtype: str,
     most_images: int | None = None,  # of a prompt; None: any number
 ) -> Plan:
-    """Computes the sizes. Raises InputError if the checkpoint cannot be read, or a number is out of
-    range."""
+    """Returns the plan for requests of `context` tokens, on each of `ranks` GPUs of `memory_gib`.
+    Raises InputError if the checkpoint cannot be read, or a number is out of range."""
     for name, number in (("--context", context), ("--tensor-parallel-size", ranks)):
         if number < 1:
             raise InputError(f"{name} must be at least 1, got {number}")
@@ -90,7 +92,8 @@ def print_plan(
     kv_cache_dtype: str,
     most_images: int | None,
 ) -> None:
-    """Prints the plan. Raises InputError as `make_plan` does, and if the weights do not fit."""
+    """Prints the plan. `memory_gib` None: the memory of the GPU's data sheet. Raises InputError as
+    `make_plan` does, and if the weights do not fit."""
     if memory_gib is None:
         memory_gib = GPUS[gpu].memory_gib
     plan = make_plan(checkpoint, memory_gib, context, ranks, kv_cache_dtype, most_images)
@@ -105,7 +108,7 @@ def print_plan(
 
 
 def format_plan(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str]:
-    """Returns the lines that the command prints."""
+    """Returns the lines that `print_plan` prints. `name` is the checkpoint's."""
     many = f"each of {ranks} {gpu}" if ranks > 1 else f"one {gpu}"
     rows = [
         ("used by vLLM", plan.memory, f"{MEMORY_UTILIZATION:.0%}: --gpu-memory-utilization"),
@@ -135,12 +138,13 @@ def format_plan(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> li
 
 
 def _format_size(num_bytes: int) -> str:
+    """Returns a size in GiB or MiB, with a column's width."""
     unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
     return f"{num_bytes / unit:8.2f} {name}"
 
 
 VISION_TOWER = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-MODEL_BYTES = 2  # of an activation, and of an expected embedding: bf16
+MODEL_BYTES = 2  # of an element of an activation or an expected embedding: bf16
 
 
 @dataclass(frozen=True)
@@ -148,17 +152,17 @@ class Layer:
     """The sizes of one attention layer's keys and values."""
 
     num_kv_heads: int
-    head_size: int
-    window: int | None  # tokens; None: full attention
+    head_size: int  # elements
+    window: int | None  # tokens that a row sees; None: all (full attention)
 
     def bytes_per_token(self, element_bytes: int, ranks: int) -> int:
         """Returns the bytes of a token's keys and values on one of `ranks` GPUs. Heads are spread
-        over the GPUs, and copied if they are fewer."""
+        over the GPUs. If they are fewer than the GPUs, they are copied."""
         return 2 * math.ceil(self.num_kv_heads / ranks) * self.head_size * element_bytes
 
     def num_tokens(self, context: int, canvas_length: int) -> int:
         """Returns for how many tokens a request keeps keys and values while it denoises the end of
-        a context of that length: those that the canvas' first row sees, and the canvas."""
+        a context of `context` tokens: those that the canvas' first row sees, and the canvas."""
         if self.window is None:
             return context
         return min(context, self.window - 1 + canvas_length)
@@ -166,21 +170,22 @@ class Layer:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a checkpoint."""
+    """The sizes of a checkpoint, which decide the memory that it takes."""
 
     layers: tuple[Layer, ...]
     hidden_size: int
-    canvas_length: int
+    canvas_length: int  # tokens
     max_position_embeddings: int  # tokens
-    weight_bytes: int
+    weight_bytes: int  # of all tensors that a server loads
 
     def state_bytes(self) -> int:
-        """Returns what a request keeps between steps: an embedding for each canvas position."""
+        """Returns the bytes that a request keeps between steps: an embedding for each canvas
+        position."""
         return self.canvas_length * self.hidden_size * MODEL_BYTES
 
     def kv_bytes(self, context: int, element_bytes: int, ranks: int, block_size: int) -> int:
         """Returns the bytes of a request's keys and values on each GPU, in whole blocks. A layer
-        with a window has one block more, because the window need not begin where a block does."""
+        with a window has one block more, because the window may begin inside of a block."""
         total = 0
         for layer in self.layers:
             tokens = layer.num_tokens(context, self.canvas_length)
@@ -190,10 +195,12 @@ class Shape:
 
 
 def read_shape(folder: Path, most_images: int | None = None) -> Shape:
-    """Reads a checkpoint's config.json and the headers of its weight files. `most_images`: of a
-    prompt, None: any number. If it is 0, vLLM does not load the vision tower.
+    """Returns the sizes in a checkpoint's config.json and in the headers of its weight files.
+    `most_images` is the limit of a prompt; None: any number. If it is 0, vLLM does not load the
+    vision tower.
 
-    Raises InputError if it is not a diffusion language model, or its files are damaged.
+    Raises:
+        InputError: it is not a diffusion language model, or its files are damaged.
     """
     config = _read_config(folder)
     text = config.get_text_config()
@@ -218,8 +225,8 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
 
 
 def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
-    """Returns whether a server of the checkpoint takes images, as `models/image_processor.py`
-    decides it."""
+    """Returns whether a server of the checkpoint takes images. `models/image_processor.py` decides
+    the same."""
     if getattr(config, "vision_config", None) is None:
         return False
     try:
@@ -230,7 +237,7 @@ def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
-    """Reads config.json by transformers. Raises InputError if that is not possible."""
+    """Returns config.json as transformers reads it. Raises InputError if that is not possible."""
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
@@ -243,7 +250,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def _read_layer(text: Any, index: int) -> Layer:
-    """Returns the layer of a text config."""
+    """Returns the sizes of layer `index` of a text config."""
     own = text.per_layer_config[index] if text.is_heterogeneous else text
     kinds = getattr(text, "layer_types", None)
     is_sliding = kinds is not None and kinds[index] == "sliding_attention"

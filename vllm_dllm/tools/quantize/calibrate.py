@@ -1,8 +1,8 @@
 """Measures the largest inputs of the quantised linears while a model denoises.
 
-transformers' `generate` runs over the prompts: most rows are canvases, from pure noise to the
-finished block, with self-conditioning; the rest are prompts and finished blocks in the encoder.
-Ranges measured on finished text alone would not cover what the linears see.
+transformers' `generate` runs over the prompts. Most rows are canvases, from pure noise to the
+finished block, with self-conditioning. The other rows are prompts and finished blocks in the
+encoder. Ranges that are measured on finished text alone would not cover what the linears see.
 """
 
 import json
@@ -22,16 +22,18 @@ from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 from vllm_dllm.tools.resumable import write_json
 
 NUM_PROMPTS = 128
-"""llm-compressor's NVFP4 examples use 20; the largest input grows slowly with their number."""
+"""The most prompts to denoise. llm-compressor's NVFP4 examples use 20; the largest input grows
+slowly with their number."""
 NUM_CANVASES = 2
-"""Canvases per prompt: the second is denoised after a block that the model wrote."""
+"""Canvases per prompt. The second one is denoised after a block that the model wrote."""
 
 Ranges = dict[str, list[float]]
-"""Input group (see `Linear`) -> largest magnitude: one number, or one for each expert."""
+"""Input group (see `plan.Linear`) -> largest magnitudes: one number, or one for each expert."""
 
 
 def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> list[list[int]]:
-    """Returns the token ids of at most NUM_PROMPTS rows, spread evenly over the file."""
+    """Returns the token ids of at most NUM_PROMPTS rows, spread evenly over the file. Raises
+    InputError if the file or a row cannot be used."""
     rows = read_prompt_rows(path)
     count = min(len(rows), NUM_PROMPTS)
     return encode_prompt_rows(
@@ -51,8 +53,8 @@ class InputRanges:
 
     @contextmanager
     def watch(self, model: DiffusionGemmaForBlockDiffusion) -> Iterator[None]:
-        """Records the inputs of forwards in a block. Encoder and decoder layers share a range: they
-        are one layer in vLLM."""
+        """Records the inputs of all forwards inside the block. An encoder layer and a decoder layer
+        share a range: they are one layer in vLLM."""
         handles = []
         for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
             for i, layer in enumerate(layers):
@@ -75,21 +77,26 @@ class InputRanges:
                 handle.remove()
 
     def _record(self, group: str, largest: torch.Tensor) -> None:
-        """Raises a group's range to the magnitudes `largest`, if they are larger."""
+        """Raises a group's range to the magnitudes `largest` where these are larger. `largest` has
+        the shape of the group's range."""
         known = self.largest.get(group)
         self.largest[group] = largest if known is None else torch.maximum(known, largest)
 
     def _linear_hook(self, group: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
+        """Returns a hook that records the largest input of a linear."""
+
         def hook(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
             self._record(group, inputs[0].abs().amax().float().reshape(1))
 
         return hook
 
     def _experts_hook(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """Makes the hook of a layer's experts. It computes their inner activations a second time,
-        because the forward does not show them."""
+        """Returns a hook that records the largest inputs of a layer's experts. It computes their
+        inner activations a second time, because the forward does not show them."""
 
         def hook(experts: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            """Records the largest input and inner activation of each expert that a token is routed
+            to."""
             hidden, chosen = inputs[0], inputs[1]  # [T, H], [T, top_k]
             outer = torch.zeros(experts.num_experts, device=hidden.device)
             inner = torch.zeros_like(outer)
@@ -110,11 +117,11 @@ def calibrate(
     results: Path,
     advance: Callable[[int], None],
 ) -> Ranges:
-    """Denoises answers to all prompts, and returns the ranges of the inputs.
+    """Denoises answers to all prompts, and returns the ranges of the inputs. Loads the model.
 
-    They are written to `results` after each prompt, and an interrupted calibration continues from
-    there; `advance` is called with the number of prompts done. Noise is seeded per prompt, so the
-    result does not depend on interruptions.
+    The ranges are written to `results` after each prompt, and an interrupted calibration continues
+    from that file. `advance` is called with the number of prompts that were done since the last
+    call. Noise is seeded for each prompt, so the result does not depend on interruptions.
     """
     done, known = 0, Ranges()
     if results.exists():

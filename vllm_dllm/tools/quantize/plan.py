@@ -1,9 +1,9 @@
 """Decides which tensors of a checkpoint are quantised, and describes that in a table.
 
-The linears of the text layers are quantised, experts too. Masked models' checkpoints keep experts
-one by one. transformers' DiffusionGemma keeps a layer's in two tensors, gate_up_proj [E, 2I, H] and
-down_proj [E, H, I]; a quantised checkpoint has three linears per expert instead, as llm-compressor
-writes them and vLLM reads them.
+The linears of the text layers are quantised, those of experts too. Masked models' checkpoints have
+a tensor for each linear of an expert. transformers' DiffusionGemma has two for all experts of a
+layer: gate_up_proj [E, 2I, H] and down_proj [E, H, I]. A quantised checkpoint has three linears per
+expert, as llm-compressor writes them and vLLM reads them.
 """
 
 import re
@@ -62,34 +62,34 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the quantised checkpoint, and where its weight comes from."""
+    """A linear of the quantised checkpoint, and the place that its weight comes from."""
 
-    module: str  # its name, such as model.decoder.layers.0.experts.3.up_proj
-    expert: int | None  # index into the first axis of the source tensor; None: it is the matrix
+    module: str  # the linear's name, such as model.decoder.layers.0.experts.3.up_proj
+    expert: int | None  # index into the source tensor's first axis; None: the tensor is a matrix
     rows: slice  # of the source matrix
     shape: tuple[int, int]  # [out, in]
     weight_group: str
-    """Linears that vLLM fuses into one matrix share a global weight scale; this names the group."""
+    """Names the linears that vLLM fuses into one matrix, which share a global weight scale."""
     input_group: str
-    """Linears that share a global input scale. All experts of a layer do: most of vLLM's kernels
-    take the largest input of all experts, whatever the checkpoint says."""
+    """Names the linears that share a global input scale, such as all experts of a layer: most of
+    vLLM's kernels take the largest input of all experts, whatever the checkpoint says."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of each tensor of a checkpoint."""
+    """Says what becomes of each tensor of a checkpoint."""
 
     scheme: str  # a key of PRESETS
     quantized: dict[str, tuple[Linear, ...]]
-    """Tensor name -> the linears it becomes."""
+    """Tensor name -> the linears that it becomes."""
     kept: dict[str, str]
-    """Tensor name -> why it is left as it is."""
+    """Tensor name -> the reason why it is left as it is."""
     ignore: list[str]
     """Linear modules that are left as they are, by transformers' names."""
 
 
 def make_plan(scheme: str, source: Source) -> Plan:
-    """Decides about every tensor. Raises InputError if one is unknown, missing or malformed."""
+    """Returns a plan of all tensors. Raises InputError if one is unknown, missing or malformed."""
     if scheme == "nvfp4" and source.is_masked:
         raise InputError(
             "nvfp4 is for DiffusionGemma alone, whose inputs it measures while that denoises; a "
@@ -118,7 +118,7 @@ def make_plan(scheme: str, source: Source) -> Plan:
 
 
 def _linears(name: str, info: TensorInfo) -> tuple[Linear, ...]:
-    """Returns the linears that a tensor becomes; none for a tensor that is not quantised."""
+    """Returns the linears that a tensor becomes; () for a tensor that is not quantised."""
     if _DENSE.fullmatch(name):
         module = name.removesuffix(".weight")
         fused = re.sub(r"\.[qkv]_proj$", ".qkv_proj", module)
@@ -155,7 +155,7 @@ def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
 
 
 def _check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
-    """Raises InputError if a tensor of linears with inputs of that width cannot be quantised."""
+    """Raises InputError if a tensor of linears with `width` inputs cannot be quantised."""
     if info.dtype not in ("BF16", "F16", "F32"):
         raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
     group = _GROUP_SIZES.get(scheme, 1)
@@ -191,8 +191,8 @@ def _expected_of_diffusion_gemma(layer_types: Sequence[str]) -> Iterator[str]:
 
 
 def _expected_of_masked(quantized: Collection[str], num_layers: int) -> Iterator[str]:
-    """Yields tensors that a masked model's checkpoint with the `quantized` ones must have: all of a
-    group of projections, and one in each layer."""
+    """Yields tensors that a masked model's checkpoint with the `quantized` ones must have: every
+    projection of a group that has one, and at least one projection in each layer."""
     first = min(quantized, default="model.layers.0.self_attn.q_proj.weight")
     missing = set(range(num_layers))
     for match in filter(None, map(_DENSE.fullmatch, quantized)):
@@ -204,7 +204,7 @@ def _expected_of_masked(quantized: Collection[str], num_layers: int) -> Iterator
 
 
 def _ignored_modules(kept: Mapping[str, str], source: Source) -> list[str]:
-    """Returns the names of the linear modules that are left as they are, for config.json."""
+    """Returns the names of the linear modules that stay as they are, for config.json."""
     modules = {"lm_head", "diffusion_head"} if source.is_masked else {"lm_head"}
     for name, reason in kept.items():
         module = name.removesuffix(".weight")
@@ -239,7 +239,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
 
 
 def quantized_bytes(linear: Linear, scheme: str) -> int:
-    """Returns the bytes of a linear's tensors in the quantised checkpoint."""
+    """Returns the size in bytes of a linear's tensors in the quantised checkpoint."""
     out, width = linear.shape
     if scheme in ("fp8-dynamic", "int8"):
         return out * width + 4 * out  # weight, fp32 scale for each row
@@ -283,7 +283,7 @@ def _format_change(before: int, after: int) -> str:
 
 
 def _format_ranges(numbers: Iterable[int]) -> str:
-    """Returns 0, 1, 3 as {0-1,3}."""
+    """Returns numbers such as 0, 1, 3 as "{0-1,3}"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
 """Quantises a checkpoint of DiffusionGemma or of a masked model, in compressed-tensors' format.
 
-Weights are read one tensor at a time and written one shard at a time; only calibration loads the
-model. A stopped run continues after the last shard it wrote (`resumable.py`).
+Weights are read one tensor at a time and written one shard at a time. Only calibration loads the
+model. A stopped run continues after the last shard that it has written (`resumable.py`).
 """
 
 import json
@@ -57,12 +57,12 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Scales:
-    """The ranges of weights and inputs, which come from all shards and are needed for the first."""
+    """The ranges of weights and inputs. Quantising the first shard needs those of all shards."""
 
     weight_amax: dict[str, float]
     """Weight group -> largest magnitude."""
     input_amax: dict[str, float]
-    """Input group -> largest magnitude; empty for schemes that scale inputs when serving."""
+    """Input group -> largest magnitude; empty for schemes whose inputs are scaled while serving."""
 
 
 def quantize(
@@ -73,7 +73,7 @@ def quantize(
     *,
     dry_run: bool = False,
 ) -> None:
-    """Writes the quantised checkpoint to `out`, or with `dry_run` prints what it would hold.
+    """Writes the quantised checkpoint to `out`; with `dry_run` only prints what it would contain.
 
     Raises InputError for input that cannot be used; `out` is not created then.
     """
@@ -109,7 +109,7 @@ def quantize(
 
 
 def _check_calibration(scheme: str, calibration: Path | None) -> None:
-    """Raises InputError unless --calibration is given for nvfp4, and for nvfp4 alone."""
+    """Raises InputError if nvfp4 has no --calibration, or another scheme has one."""
     if scheme == "nvfp4" and calibration is None:
         raise InputError(
             "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
@@ -161,7 +161,7 @@ def _linear_weight(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
 def _find_input_amax(
     checkpoint: Path, prompts: list[list[int]], partial: Path, progress: Progress
 ) -> dict[str, float]:
-    """Returns each input group's largest magnitude while the model answers the prompts, if any."""
+    """Returns each input group's largest magnitude while the model answers; {} without prompts."""
     if not prompts:
         return {}
     task = progress.add_task("calibrating, prompts", total=len(prompts))
@@ -176,8 +176,8 @@ def _find_input_amax(
 
 
 def _report_idle_experts(ranges: Ranges) -> None:
-    """Prints how many experts have seen no token. They get the scale of their layer, like all; many
-    of them mean that the prompts are too few."""
+    """Prints how many experts saw no token, if any. They get the scale of their layer, like all
+    experts. Many of them mean that the prompts are too few."""
     idle = {
         group.removesuffix(".gate_up_proj"): sum(value == 0 for value in values)
         for group, values in ranges.items()
@@ -197,8 +197,8 @@ def quantize_linear(
     weight_amax: float,
     input_amax: float | None,
 ) -> dict[str, torch.Tensor]:
-    """Quantises a linear with compressed-tensors, and returns its tensors by their names in the
-    checkpoint, such as `weight_packed` and `weight_scale`.
+    """Returns the quantised tensors of a linear by their names in the checkpoint, such as
+    `weight_packed` and `weight_scale`. compressed-tensors computes them.
 
     Scales are computed in fp32; w4a16 rounds them to bf16 before it rounds weights. Only nvfp4 has
     global scales, of the largest magnitude of weights or inputs that share one.
@@ -250,7 +250,7 @@ def _write_shard(
     partial: Path,
     advance: Callable[[], None],
 ) -> None:
-    """Writes one shard; calls `advance` after each tensor of the source."""
+    """Writes one shard. Calls `advance` after each tensor. Raises OSError if writing fails."""
     scheme = quantization_scheme(plan.scheme)
     shard: dict[str, torch.Tensor] = {}
     with open_shard(source.path / file_name) as file:
@@ -278,7 +278,7 @@ def _write_shard(
 
 
 def _write_rest(source: Source, plan: Plan, partial: Path) -> None:
-    """Writes the index and config.json, and copies tokenizer and other files."""
+    """Writes the index and config.json, and copies tokenizer, licence and similar files."""
     if source.has_index:
         weight_map: dict[str, str] = {}
         total_size = 0

@@ -1,4 +1,4 @@
-"""Reads what a checkpoint to be quantised holds, without its weights."""
+"""Reads which tensors a checkpoint to be quantised has, without their values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,30 +17,31 @@ from vllm_dllm.quantization.weight_files import (
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to be quantised."""
+    """A checkpoint to be quantised: its config, and the headers of its weight files."""
 
     path: Path
     config: dict[str, Any]
-    """config.json"""
+    """The contents of config.json."""
     shards: dict[str, dict[str, TensorInfo]]
-    """File name -> tensor name -> what it is; in the order of the file names."""
-    has_index: bool
+    """File name -> tensor name -> type, shape and place; in the order of the file names."""
+    has_index: bool  # whether a file names the shard of each tensor
 
     @property
     def is_masked(self) -> bool:
-        """Whether the checkpoint is of a masked model, not of DiffusionGemma."""
+        """Whether the checkpoint is one of a masked model. If not, it is DiffusionGemma's."""
         return DIFFUSION_GEMMA not in self.config["architectures"]
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Tensor name -> what it is, of all shards."""
+        """Tensor name -> type, shape and place, of all shards together."""
         return {name: info for shard in self.shards.values() for name, info in shard.items()}
 
 
 def read_source(path: Path) -> Source:
-    """Reads config.json and the headers of all weight files.
+    """Returns the checkpoint in the folder `path`.
 
-    Raises InputError unless it is a complete, unquantised checkpoint of a model that we serve.
+    Raises:
+        InputError: it is not a complete, unquantised checkpoint of a model that we serve.
     """
     if not (path / "config.json").exists():
         raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
@@ -65,7 +66,7 @@ def read_source(path: Path) -> Source:
 
 
 def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    """Raises InputError for a tensor of a quantised type."""
+    """Raises InputError if a tensor of the file `path` has a quantised type."""
     for name, info in tensors.items():
         if info.dtype not in UNQUANTISED_BYTES:
             raise InputError(

@@ -1,9 +1,8 @@
 """`vllm-dllm tune`: searches for settings that answer a task sooner and as well.
 
-One server answers the task's prompts again and again, each time with other `diffusion_*` keys;
-Optuna chooses them. One half of the prompts is for the search. The settings that nothing else
-beats in both accuracy and speed are then tried on the other half, so that luck in the search does
-not count.
+One server answers the task's prompts again and again, each time with other `diffusion_*` keys,
+which Optuna chooses. One half of the prompts is for the search. The settings that no others beat in
+both accuracy and speed are then tried on the other half, so that luck in the search does not count.
 """
 
 import json
@@ -32,30 +31,34 @@ from vllm_dllm.tools.tune.report import Confirmed, choose_settings, plot
 from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
 from vllm_dllm.tools.tune.space import Space, Value
 
-LEAST_PROMPTS = 8
+LEAST_PROMPTS = 8  # of a task, for both halves together
 WORKING_FILES = TRIALS_FILE, CONFIRMED_FILE = "trials.log", "confirmed.json"
-PIPE_COLUMNS = 150  # of the table, if the output is not a terminal
+PIPE_COLUMNS = 150  # width of the table if the output is not a terminal
 Measure = Callable[[Sequence[int], Mapping[str, Value]], Measured]
+"""(indices of prompts, keys of each request) -> what the server did with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PromptSettings):
+    """The options of `vllm-dllm tune`."""
+
     task: str
-    """A task file, or a task name of lm-evaluation-harness."""
+    """A task file, or the name of a task of lm-evaluation-harness."""
     trials: int
-    """Settings to try, the checkpoint's own among them."""
+    """How many settings to try, the checkpoint's own among them."""
     max_loss: float
-    """How far accuracy may be below that of the checkpoint's own settings, in points of 100."""
+    """The accuracy may be this much below that of the checkpoint's own settings, in percentage
+    points."""
     out: Path
-    """Folder to write; must not exist."""
+    """The folder to write; it must not exist."""
 
 
 def run(checkpoint: Path, **options: Any) -> None:
-    """Writes defaults.yaml, tune.json and tune.png to `out`, and prints a table. The options are
-    the fields of `Settings`.
+    """Writes defaults.yaml, tune.json and tune.png to `out`, and prints a table. `options` are the
+    fields of `Settings`.
 
     Raises:
-        InputError, ServerError: say what went wrong and what to do.
+        InputError, ServerError: an option cannot be used, or the server failed.
     """
     settings = Settings(**options)
     _check(checkpoint, settings)
@@ -86,6 +89,7 @@ def run(checkpoint: Path, **options: Any) -> None:
 
 
 def _check(checkpoint: Path, settings: Settings) -> None:
+    """Raises InputError or ServerError for a checkpoint or settings that cannot be used."""
     check_checkpoint(checkpoint)
     settings.check(LEAST_PROMPTS)
     if settings.trials < 1:
@@ -97,7 +101,8 @@ def _check(checkpoint: Path, settings: Settings) -> None:
 
 
 def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
-    """Gives what must be the same when a stopped run continues; more trials are welcome."""
+    """Returns what must be the same for a stopped run to continue. The numbers of trials and of
+    `max_loss` may differ."""
     asked = asdict(settings)
     del asked["trials"], asked["max_loss"], asked["out"]
     marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
@@ -105,6 +110,8 @@ def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
 
 
 def _load(settings: Settings) -> Task:
+    """Returns the task. Raises InputError if it cannot be used, or the name stands for several
+    tasks."""
     tasks = load_tasks([settings.task], settings.data)
     if len(tasks) > 1:
         raise InputError(
@@ -114,7 +121,8 @@ def _load(settings: Settings) -> Task:
 
 
 def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]]:
-    """Gives prompts to search with and to confirm with, in turn, since files are often sorted."""
+    """Returns the indices of the prompts to search with, and of those to confirm with. They
+    alternate, since files are often sorted. Raises InputError if the task has too few prompts."""
     count = min(len(task.eval_docs), limit or len(task.eval_docs))
     if count < LEAST_PROMPTS:
         raise InputError(
@@ -124,7 +132,11 @@ def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]
 
 
 def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
+    """Returns a function that sends prompts with certain keys to the server at `port`, and measures
+    the answers. It raises InputError if the task's first metric is not from 0 to 1."""
+
     def measure(prompts: Sequence[int], keys: Mapping[str, Value]) -> Measured:
+        """Sends the prompts, with `keys` in each request, and returns what the server did."""
         before = read_metrics(port)
         outcome = evaluate(
             task,
@@ -142,6 +154,7 @@ def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -
         return Measured(scores, done.tokens, done.forwards, outcome.seconds)
 
     def score_of(value: object, name: str) -> float:
+        """Returns the score of one answer. Raises InputError unless it is a number from 0 to 1."""
         if isinstance(value, (int, float)) and 0 <= value <= 1:
             return float(value)
         raise InputError(
@@ -160,7 +173,11 @@ def _search_and_confirm(
     measure: Measure,
     console: Console,
 ) -> tuple[list[Tried], list[Confirmed]]:
+    """Tries settings on the first half of the prompts, and the best of them on the second half.
+    Prints each trial. Returns all trials, and the confirmed ones by rising tokens per forward."""
+
     def say(tried: Tried) -> None:
+        """Prints a finished trial, and moves the bar on."""
         found = tried.measured
         console.print(
             f"{tried.number:4d}  accuracy {found.accuracy:6.1%}  "
@@ -193,7 +210,8 @@ def _search_and_confirm(
 
 
 def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure) -> Measured:
-    """Takes what `file` says of this trial, or measures it and keeps that there."""
+    """Returns what `file` has measured of this trial on `prompts`. If it has nothing, measures the
+    trial and adds it to the file."""
     known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
     if (key := str(tried.number)) not in known:
         known[key] = asdict(measure(prompts, tried.keys))
@@ -210,6 +228,8 @@ def _write(
     confirmed: Sequence[Confirmed],
     console: Console,
 ) -> None:
+    """Chooses the settings, prints the table, and writes defaults.yaml, tune.json and tune.png into
+    `partial`."""
     chosen = choose_settings(confirmed, settings.max_loss / 100)
     own = next(c for c in confirmed if c.tried.is_own)
     here = describe_machine()

@@ -1,5 +1,5 @@
-"""The result of a search: how sure it is, a table, a picture of accuracy against speed, a JSON
-file, and settings for `vllm serve`."""
+"""Reports the result of a search: how sure it is, a table, a picture of accuracy against speed, a
+JSON file, and settings for `vllm serve`."""
 
 import json
 import math
@@ -17,19 +17,22 @@ from rich.table import Table
 
 from vllm_dllm.tools.tune.search import Measured, Tried
 
-Z_95, Z_97_5 = 1.959964, 2.241403
+Z_95, Z_97_5 = 1.959964, 2.241403  # normal quantiles of two-sided 95% and 97.5% intervals
 
 
 @dataclass(frozen=True)
 class Interval:
+    """An estimated value, and the bounds between which it lies."""
+
     value: float
     low: float
     high: float
 
 
 def mean_interval(values: Sequence[float], z: float = Z_95) -> Interval:
-    """Wilson's score interval of the mean of values from 0 to 1; 95% unless `z` says otherwise.
-    Made for values of 0 and 1; others vary less, so the interval is then wider than it need be.
+    """Returns Wilson's score interval of the mean of values from 0 to 1, for 95% unless `z` says
+    otherwise. It is made for values of 0 and 1. Other values vary less, so their interval is wider
+    than it need be.
 
     Source: Wilson, Probable inference, J. Am. Stat. Assoc. 22 (1927).
     """
@@ -41,8 +44,9 @@ def mean_interval(values: Sequence[float], z: float = Z_95) -> Interval:
 
 
 def difference_interval(values: Sequence[float], before: Sequence[float]) -> Interval:
-    """The 95% interval of how much the mean of `values`, from 0 to 1, is above that of `before`.
-    The share of gains and the share of losses have an interval each, of 97.5%."""
+    """Returns the 95% interval of how much the mean of `values`, from 0 to 1, is above that of
+    `before`. Both have the scores of the same prompts. The share of gains and the share of losses
+    have an interval of 97.5% each."""
     changes = [after - other for after, other in zip(values, before, strict=True)]
     gain = mean_interval([max(change, 0.0) for change in changes], Z_97_5)
     loss = mean_interval([max(-change, 0.0) for change in changes], Z_97_5)
@@ -51,17 +55,19 @@ def difference_interval(values: Sequence[float], before: Sequence[float]) -> Int
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Settings of the front, with what they did on prompts that the search has not seen."""
+    """Settings of the front, with their results on prompts that the search has not used."""
 
     tried: Tried
     measured: Measured
     accuracy: Interval
     difference: Interval
-    """How much the accuracy is above that of the checkpoint's own settings."""
+    """How much the accuracy is above that of the checkpoint's own settings; as a share of 1."""
 
     @classmethod
     def compared_with(cls, own: Measured, tried: Tried, measured: Measured) -> "Confirmed":
-        """`own` and `measured` have the scores of the same prompts, in the same order."""
+        """Returns the settings `tried` with their results `measured`, compared with the
+        checkpoint's own results `own`. Both have the scores of the same prompts, in the same
+        order."""
         return cls(
             tried,
             measured,
@@ -71,14 +77,15 @@ class Confirmed:
 
 
 def choose_settings(confirmed: Sequence[Confirmed], max_loss: float) -> Confirmed:
-    """Takes the fastest whose accuracy is at most `max_loss` below that of the checkpoint's own
-    settings, which are among them."""
+    """Returns the fastest settings whose accuracy is at most `max_loss`, a share of 1, below that
+    of the checkpoint's own. `confirmed` must have the checkpoint's own settings."""
     good = [c for c in confirmed if c.tried.is_own or c.difference.value >= -max_loss]
     return max(good, key=lambda c: (c.measured.tokens_per_forward, -c.tried.number))
 
 
 def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) -> Table:
-    """Makes one row per settings of the front, slowest first."""
+    """Returns a table with a row for each of the confirmed settings, in their order. `prompts` says
+    which prompts they were confirmed on."""
     table = Table(
         box=SIMPLE_HEAD,
         caption=f"On {prompts}. In brackets: 95% intervals, each for itself. * is written.",
@@ -101,7 +108,8 @@ def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) ->
 
 
 def _format_interval(interval: Interval, sign: str = "") -> str:
-    """Writes it in percent, as in `61.2 (58.0 to 64.3)`. `sign`: "+" for one before all numbers."""
+    """Returns an interval in percent, as `61.2 (58.0 to 64.3)`. With "+" as `sign`, positive
+    numbers have a sign, too."""
     return (
         f"{100 * interval.value:{sign}.1f} "
         f"({100 * interval.low:{sign}.1f} to {100 * interval.high:{sign}.1f})"
@@ -109,6 +117,7 @@ def _format_interval(interval: Interval, sign: str = "") -> str:
 
 
 def _in_words(tried: Tried) -> str:
+    """Returns the keys of a trial, without their prefix, and their values."""
     return ", ".join(
         f"{key.removeprefix('diffusion_')} {value:.3g}"
         if isinstance(value, float)
@@ -120,7 +129,8 @@ def _in_words(tried: Tried) -> str:
 def write_defaults(
     path: Path, extension: dict[str, Any], chosen: Confirmed, own: Measured, prompts: str
 ) -> None:
-    """Writes a file for `vllm serve --config` with these settings of the extension."""
+    """Writes a file for `vllm serve --config` with the settings `extension`. Comments in it say how
+    the settings were found, and how they compare with the checkpoint's own, `own`."""
     lines = [
         f"Made by: {command()}",
         f"On {prompts}: accuracy {_format_interval(chosen.accuracy)} %, 95% interval in brackets;",
@@ -136,9 +146,11 @@ def write_defaults(
 def as_json(
     tried: Sequence[Tried], confirmed: Sequence[Confirmed], chosen: Confirmed, asked: dict[str, Any]
 ) -> str:
-    """The whole result of a search, as tune.json has it."""
+    """Returns the contents of tune.json: the command, `asked`, all trials and the confirmed
+    settings."""
 
     def entry(keys: Tried, measured: Measured) -> dict[str, Any]:
+        """Returns what the file says of one trial, with the results `measured`."""
         return {
             "trial": keys.number,
             "own": keys.is_own,
@@ -172,6 +184,7 @@ def as_json(
 
 
 def command() -> str:
+    """Returns the command that this process runs, quoted for a shell."""
     return shlex.join(["vllm-dllm", *sys.argv[1:]])
 
 
@@ -188,7 +201,8 @@ def plot(
     title: str,
     path: Path,
 ) -> None:
-    """Draws every trial of the search, and the front's again, on the other prompts."""
+    """Writes a picture to `path` with every trial of the search, and the confirmed settings'
+    results on the prompts that the search has not used."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=9)
     panels = figure.subplots(1, 2, sharey=True)

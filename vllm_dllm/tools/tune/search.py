@@ -1,4 +1,5 @@
-"""The search itself: trials of settings, kept in a file, and those worth a second look."""
+"""The search itself: trials of settings, which are kept in a file, and the choice of the best
+trials."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,55 +15,63 @@ from optuna.trial import FrozenTrial, TrialState
 from vllm_dllm.tools.tune.space import Space, Value
 
 PRESET = "preset"
-"""Marks the trial of `Space.presets()` with this index. 0 is the checkpoint's own settings."""
+"""Attribute of a trial: its index in `Space.presets()`. 0 is the checkpoint's own settings."""
 _UNBROKEN = (TrialState.COMPLETE, TrialState.WAITING)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the server made of some prompts."""
+    """What the server did with some prompts, and how good its answers were."""
 
     scores: tuple[float, ...]
-    """One per prompt, in the order of the prompts, 0 to 1."""
+    """One score from 0 to 1 per prompt, in the order of the prompts."""
     tokens: int
-    """Generated, up to and including the end of each answer."""
+    """Generated tokens, up to and including the end of each answer."""
     forwards: int
-    """How many forwards of canvases there were: denoise steps and commits."""
+    """The number of forwards of canvases: denoise steps and commits."""
     seconds: float
 
     @property
     def accuracy(self) -> float:
+        """The mean of the scores, from 0 to 1."""
         return sum(self.scores) / len(self.scores)
 
     @property
     def tokens_per_forward(self) -> float:
-        """Is the same on every machine, unlike tokens per second."""
+        """Generated tokens per forward. It is the same on every machine, unlike tokens per
+        second."""
         return self.tokens / max(1, self.forwards)
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens per second of all concurrent prompts together."""
         return self.tokens / self.seconds
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Measured":
+        """Returns the value whose fields were stored as JSON."""
         return cls(**{**fields, "scores": tuple(fields["scores"])})
 
 
 @dataclass(frozen=True)
 class Tried:
+    """A finished trial: its settings, and what they did on the prompts of the search."""
+
     number: int
     keys: Mapping[str, Value]
-    """What each request was given."""
+    """The `diffusion_*` keys that each request had."""
     measured: Measured
-    is_own: bool
+    is_own: bool  # whether the settings are the checkpoint's own
 
     @property
     def rule(self) -> Value:
-        """How tokens come to stand."""
+        """The rule by which tokens become final: the value of the mode's key, else of the
+        acceptance key."""
         return self.keys.get("diffusion_mode") or self.keys["diffusion_acceptance"]
 
     @classmethod
     def from_trial(cls, trial: FrozenTrial) -> "Tried":
+        """Returns a finished trial of Optuna in our form."""
         kept = trial.user_attrs
         return cls(
             trial.number, kept["keys"], Measured.from_json(kept["measured"]), kept.get(PRESET) == 0
@@ -76,8 +85,9 @@ def search(
     measure: Callable[[Mapping[str, Value]], Measured],
     on_trial: Callable[[Tried], None],
 ) -> list[Tried]:
-    """Measures settings until `trials` of them are in `file`, the presets first. Those that `file`
-    holds from an earlier run count; a preset that was stopped is measured again."""
+    """Measures settings until `file` has `trials` of them, the presets first, and returns all of
+    them. Trials in `file` from an earlier run count. A preset that was stopped is measured again.
+    Calls `on_trial` after each trial."""
     storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name="tune", storage=storage, directions=["maximize"] * 2, load_if_exists=True
@@ -103,13 +113,15 @@ def search(
 
 
 def _finished(study: optuna.Study) -> list[Tried]:
+    """Returns the finished trials of a study, in their order."""
     states = (TrialState.COMPLETE,)
     return [Tried.from_trial(trial) for trial in study.get_trials(deepcopy=False, states=states)]
 
 
 def pareto_front(tried: list[Tried]) -> list[Tried]:
-    """Picks the settings that no other beats in accuracy without being slower, or the other way
-    round, and of equal ones the first. They are ordered by rising tokens per forward."""
+    """Returns the trials that no other trial beats in accuracy without being slower, or in speed
+    without being less accurate. Of equal trials it takes the first. They are ordered by rising
+    tokens per forward."""
     ordered = sorted(
         tried, key=lambda t: (-t.measured.tokens_per_forward, -t.measured.accuracy, t.number)
     )

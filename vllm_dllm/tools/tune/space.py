@@ -1,4 +1,5 @@
-"""The settings that are searched: `diffusion_*` keys of a request, and their ranges."""
+"""The settings that are searched: `diffusion_*` keys of a request, and the ranges of their
+values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,11 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
 
 Value = str | int | float
-_MOST_TOKENS = 32  # a step, for `top_k`
+_MOST_TOKENS = 32  # the most accepted tokens of a step that are tried, for `top_k`
 _IN_FLIGHT = "diffusion_blocks_in_flight"
 _CHOICES = ("entropy_bound", "confidence", "top_k")
 BLOCKS_IN_FLIGHT = 4
-"""Most that are tried, and so the server's number meanwhile."""
+"""The most blocks in flight that are tried. The server of the trials has this number."""
 _PUBLISHED: Mapping[str, Sequence[Mapping[str, Value]]] = {
     "SDARForCausalLM": [{"acceptance": "top_k", "accept_tokens": 1}],
     "SDARMoeForCausalLM": [{"acceptance": "top_k", "accept_tokens": 1}],
@@ -29,24 +30,26 @@ _PUBLISHED: Mapping[str, Sequence[Mapping[str, Value]]] = {
     "NemotronLabsDiffusionModel": [{"mode": "self_speculation"}],
     "Fast_dLLM_QwenForCausalLM": [{"accept_probability": 0.9}, {"acceptance": "verified"}],
 }
-"""By architecture, what a family's authors recommend beside the checkpoint's own settings, as
+"""Architecture -> what a family's authors recommend beside the checkpoint's own settings, as
 changes to these: SDAR's loop of fixed counts, LLaDA2.1's quality and speed modes, Nemotron's
-verified drafts, the threshold of Fast-dLLM v2's demonstrations."""
+verified drafts, the threshold of Fast-dLLM v2's demonstrations and its own verified drafts."""
 
 
 class Space:
-    """The values that are tried lie around what a checkpoint's own files say.
+    """The values that are tried. They lie around what a checkpoint's own files say.
 
     Args:
         checkpoint: its folder, with config.json and generation_config.json.
-        serve_options: the user's, for `vllm serve`. With an `--additional-config` or `--config` of
-            their own, blocks in flight stay what they say, and are not searched.
+        serve_options: those that the user gave for `vllm serve`. If they have an
+            `--additional-config` or `--config`, blocks in flight stay as these say, and are not
+            searched.
 
     Raises:
-        InputError: it is not a diffusion model, or a file lacks a value.
+        InputError: the checkpoint is not a diffusion model, or a file lacks a value.
     """
 
     def __init__(self, checkpoint: Path, serve_options: Sequence[str] = ()) -> None:
+        """Reads the checkpoint's files. See the class for the arguments and errors."""
         config = _read(checkpoint / "config.json")
         names = config.get("architectures") or [""]
         self._family = family_of(names[0], SimpleNamespace(**config))
@@ -71,16 +74,18 @@ class Space:
 
     @property
     def _has_modes(self) -> bool:
-        """Whether the weights are those of an autoregressive model, too."""
+        """Whether the model can also decode autoregressively, so that `diffusion_mode` is
+        searched."""
         return self._family is not None and self._family.is_causal
 
     @property
     def server_settings(self) -> dict[str, Any]:
-        """The extension's settings of the server that tries them all."""
+        """The extension's settings of the server on which all trials run."""
         return {"blocks_in_flight": BLOCKS_IN_FLIGHT} if self._has_blocks_in_flight else {}
 
     def settings_for(self, keys: Mapping[str, Value]) -> dict[str, Any]:
-        """Returns the extension's settings of a server that answers as that one did with `keys`."""
+        """Returns the extension's settings of a server that answers every request as the server of
+        the trials answered requests with `keys`."""
         defaults = dict(keys)
         # Edits go on until all blocks of a canvas are finished, so they need the same canvas.
         if keys.get(_IN_FLIGHT, 1) == 1 and "diffusion_edit_probability" not in keys:
@@ -90,7 +95,8 @@ class Space:
 
     def presets(self) -> list[dict[str, Value]]:
         """Returns the parameters of the first trials: the checkpoint's own settings, those that the
-        family's authors recommend, and as many blocks in flight as there may be."""
+        family's authors recommend, and the checkpoint's own with `BLOCKS_IN_FLIGHT` blocks in
+        flight."""
         own = self.own()
         found = [own, *(own | dict(change) for change in self._published)]
         if self._has_blocks_in_flight:
@@ -98,7 +104,7 @@ class Space:
         return found
 
     def own(self) -> dict[str, Value]:
-        """Gives the parameters of the trial with the checkpoint's own settings."""
+        """Returns the parameters of the trial with the checkpoint's own settings."""
         if self._config is None:
             assert self._family is not None
             mode = {"mode": "diffusion"} if self._has_modes else {}
@@ -126,8 +132,8 @@ class Space:
         }
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
-        """Draws the keys of one trial. A rule of acceptance brings its own parameter, and no
-        other's, and drafts that are verified bring none."""
+        """Returns the keys of one trial, with values that Optuna chooses. An acceptance rule comes
+        with its own parameter only, and drafts that are verified come with none."""
         if self._has_modes:
             mode = trial.suggest_categorical("mode", ("diffusion", "self_speculation"))
             if mode != "diffusion":
@@ -157,7 +163,8 @@ class Space:
         return keys
 
     def _ending(self, trial: optuna.trial.BaseTrial, config: DenoiseConfig) -> dict[str, Value]:
-        """Draws what masked models lack: temperatures, and when a canvas is finished."""
+        """Returns the keys that masked models lack: temperatures, and those that decide when a
+        canvas is finished."""
         t_max = trial.suggest_float("t_max", 0.25 * config.t_max, 2 * config.t_max)
         share = trial.suggest_float("t_min_share", 0.1, 1)
         most_steps = config.max_denoising_steps
@@ -178,11 +185,14 @@ class Space:
 
 
 def _log(trial: optuna.trial.BaseTrial, name: str, own: float, least: float, most: float) -> float:
-    """Draws between `least` and `most` times the checkpoint's own value."""
+    """Returns a value between `least` and `most` times the checkpoint's own, on a logarithmic
+    scale."""
     return trial.suggest_float(name, least * own, most * own, log=True)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
+    """Returns the JSON object in a file; {} if the file does not exist. Raises InputError if it is
+    not JSON."""
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
