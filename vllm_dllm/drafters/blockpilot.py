@@ -173,6 +173,11 @@ def load_predictor(
         raise PredictorError(
             f'{config_file}: expected "predictor": "blockpilot", got {found.get("predictor")!r}'
         )
+    if missing := {field.name for field in fields(PredictorConfig)} - found.keys():
+        raise PredictorError(
+            f"{config_file} lacks {', '.join(sorted(missing))}: make the predictor anew with "
+            f"`vllm-dllm drafter calibrate-width`"
+        )
     config = PredictorConfig(
         **{field.name: found[field.name] for field in fields(PredictorConfig)}
         | {"block_sizes": tuple(found["block_sizes"])}

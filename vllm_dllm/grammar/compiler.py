@@ -79,8 +79,8 @@ def check_grammar_size(kind: str, spec: str) -> None:
     """Raises GrammarError if a client's grammar is too long. `kind` is a key of structured outputs,
     such as "json" or "regex", and decides how long `spec` may be."""
     max_bytes = _MAX_BYTES.get(kind, _MAX_BYTES_ELSE)
-    if len(spec) > max_bytes:
-        raise GrammarError(f"it must be at most {max_bytes} bytes, got {len(spec)}. Shorten it")
+    if (size := len(spec.encode())) > max_bytes:
+        raise GrammarError(f"it must be at most {max_bytes} bytes, got {size}. Shorten it")
 
 
 def check_schema_size(schema: Any, path: str = "#") -> None:

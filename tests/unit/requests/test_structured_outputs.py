@@ -93,6 +93,7 @@ REFUSED: dict[str, tuple[StructuredOutputsParams, str]] = {
     "endless rule": (of(grammar='start: "a" start'), "no answer of at most 512 tokens"),
     "regex": (of(regex="["), "structured_outputs.regex cannot be used: .*regex"),
     "megabyte": (of(regex="a" * 1_000_000), "at most 16384 bytes, got 1000000"),
+    "bytes, not characters": (of(regex="é" * 10_000), "at most 16384 bytes, got 20000"),
     "megabyte of choices": (
         of(choice=[f"x{i}" for i in range(90_000)]),
         "structured_outputs.choice cannot be used: it must be at most 65536 bytes",

@@ -32,7 +32,7 @@ def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
     text = question.text
     if cell_len(text) > most_cells:
         text = set_cell_size(text, most_cells - 1) + "…"
-    max_entropy_nats = max(step.entropy_nats for step in steps)
+    max_entropy_nats = max(step.entropy_nats for step in steps) or 1.0  # of a model that is sure
     y: float = MARGIN + FONT_SIZE
     parts = []
     if question.image is not None:

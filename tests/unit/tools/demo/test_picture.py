@@ -40,6 +40,12 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
     assert heights[1] - heights[0] > 12
 
 
+def test_a_picture_of_a_model_that_is_sure(tmp_path: Path) -> None:
+    sure = steps(*(step | {"mean_entropy": 0.0} for step in RECORDED))
+    picture.save_picture(tmp_path / "canvas.svg", Question("Sort: b a"), sure)
+    assert "0.000" in (tmp_path / "canvas.svg").read_text()
+
+
 def test_a_picture_shows_both_ends_of_many_steps() -> None:
     many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
     numbers = [step.number for step in picture.select_evenly(many, 28)]
