@@ -42,7 +42,7 @@ class WatchWorkers:
     def watch_grammars(self) -> None:
         """From now on, in every step."""
         self._paths: list[Any] = []
-        legal = CanvasGrammars.legal
+        legal = CanvasGrammars.find_legal_paths
 
         @wraps(legal)
         def watched(grammars: CanvasGrammars, *args: Any, **kwargs: Any) -> Legal:
@@ -51,7 +51,7 @@ class WatchWorkers:
             self._paths.append((found.guess.tolist(), found.logprob.tolist(), plans))
             return found
 
-        CanvasGrammars.legal = watched
+        CanvasGrammars.find_legal_paths = watched
 
     def grammar_paths(self) -> list[Any]:
         """Of each step: the paths, their log-probabilities and what begins the canvas behind."""

@@ -209,6 +209,7 @@ def input_batch(rows: dict[str, int], req_states: RequestState, *, prefills: boo
         idx_mapping=on_device(slots.shape),
         logits_indices=on_device(int(canvas_ends[-1]), torch.int64),
         input_ids=on_device(total, torch.int64),
+        positions=on_device(total, torch.int64),
     )
 
 
