@@ -59,9 +59,9 @@ class Steps(NamedTuple):
 @pytest.fixture(scope="module")
 def served(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Iterator[Engine]:
     interpret_kernels(draws_triton, settle_triton)
-    for module, name in KERNELS:
-        setattr(module, name, Recorded(getattr(module, name)))
-    with asynchronous_scheduling():
+    with pytest.MonkeyPatch.context() as patch, asynchronous_scheduling():
+        for module, name in KERNELS:
+            patch.setattr(module, name, Recorded(getattr(module, name)))
         yield engine(
             tiny(64),
             settings={"trace_path": None, "fit_canvas": True},
