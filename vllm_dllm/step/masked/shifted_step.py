@@ -9,13 +9,12 @@ Since rows predict the next token, a causal forward verifies a block that is fil
 Requests with `diffusion_acceptance` "verified" take such steps in turn: one drafts all hidden
 positions, the next one reads them causally and reveals what it agrees with
 (`denoise.masked.verify_step`). Both draw a position by the same number, so that they agree often,
-and the answer does not depend on the drafts. The prefill of the finished block is as ever.
+and the answer does not depend on the drafts. The finished block is prefilled like any other.
 """
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, verify_step
 from vllm_dllm.step.asked.grammar_runs import LegalDraws
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
@@ -75,8 +74,7 @@ class ShiftedStep(SeededStep):
         if settings.is_verified is None:
             return super()._noise(found)
         steps_done = found.numbers.steps_done.masked_fill(settings.is_verified, 0)
-        key, positions = found.numbers.noise_key, self._positions(found)
-        return noise.uniform(key, positions, steps_done, noise.CANDIDATE)
+        return super()._noise(found._replace(numbers=found.numbers._replace(steps_done=steps_done)))
 
     def _decide(
         self,
