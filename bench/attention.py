@@ -239,6 +239,8 @@ def work(layer: Layer, context: int, batch: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="canvases")
     parser.add_argument(
         "--without",
         choices=OTHERS,
@@ -256,7 +258,7 @@ def main() -> None:
         raise harness.Refused("no other system runs here to compare with.")
     peak = next((peak for prefix, peak in PEAK.items() if gpu.startswith(prefix)), None)
     cells = []
-    for name, context, size in itertools.product(LAYERS, CONTEXTS, BATCHES):
+    for name, context, size in itertools.product(LAYERS, args.contexts, args.batches):
         layer = LAYERS[name]
         batch = random_batch(layer, context, size, device)
         timed = [system for system in OURS | OTHERS if system not in reasons[name]]

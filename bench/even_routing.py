@@ -37,7 +37,7 @@ class EvenRouting(RoutingStrategy):
             self.table = draw(router_logits.shape[-1], top_k).to(hidden_states.device)
         rows = len(hidden_states)
         self.called.add(rows)
-        experts = self.table[:rows].to(indices_type or torch.long, copy=True)
+        experts = self.table[:rows].to(indices_type or torch.int32, copy=True)
         weights = torch.full((rows, top_k), 1 / top_k, device=hidden_states.device)
         return weights, experts
 

@@ -39,6 +39,7 @@ SHIPPED = {
 CHECK_ROWS = 64
 LEAST_RIGHT = 0.92  # the evaluation's lowest is 0.97, on 506 prompts
 MODULE = "bench.full_shape_engine"
+SHORT = {OURS: "ours", STOCK: "stock"}  # in names of files
 LONG_CONTEXT = 8192  # tokens, from which on a request has one canvas instead of two
 LONGEST_CONTEXT = 32_768
 
@@ -94,16 +95,16 @@ def check(scheme: str, options: list[str]) -> float:
 
 @contextlib.contextmanager
 def started(
-    commands: dict[str, list[str]], start_by: float
+    commands: dict[str, list[str]], start_by: float, logs: Path
 ) -> Iterator[tuple[dict[str, System], dict[str, Any]]]:
-    """The engines that have started by then, stopped, and what is to report of each."""
+    """The engines that have started by then, stopped, and what is to report of each. Their logs go
+    to the folder `logs`."""
     reports: dict[str, Any] = {}
     alive: dict[str, System] = {}
     with contextlib.ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         begun = {}
-        for number, (name, arguments) in enumerate(commands.items()):
-            begun[name] = System(MODULE, arguments, logs / f"{number}.log")
+        for name, arguments in commands.items():
+            begun[name] = System(MODULE, arguments, logs / f"{SHORT[name]}.log")
             stack.callback(begun[name].kill)
         for name, engine in begun.items():
             try:
@@ -238,8 +239,7 @@ def measure_all(
         try:
             with alone(engine):
                 if is_traced:
-                    short = "ours" if name == OURS else "stock"
-                    path = args.out / f"trace-{short}-{args.scheme}-{cell}.json.gz"
+                    path = args.out / f"trace-{SHORT[name]}-{args.scheme}-{cell}.json.gz"
                     found.setdefault("traces", {})[str(cell)] = trace(engine, name, cell, path)
                 else:
                     floor = found["floor_ms"]
@@ -305,7 +305,7 @@ def main() -> None:
     path = args.out / f"{'-'.join(['full_shape', args.shape, args.scheme, *eager])}.json"
     with tempfile.TemporaryDirectory() as folder:
         dummy_checkpoint.write(Path(folder), args.shape, args.scheme, STEPS)
-        engines = started(commands(args, folder), begun + args.start_by)
+        engines = started(commands(args, folder), begun + args.start_by, args.out)
         with engines as (alive, results):
             report["results"] = results
             while args.turn and not args.turn.exists():

@@ -194,19 +194,23 @@ def _experts() -> Iterator[tuple[str, Case]]:
 
 def gate_up(dtype: str, size: int) -> Case:
     """`dtype`: Triton's name of the weights' type."""
-    constants = {"TOP_K": 8, "CHANNELS": experts._CHANNELS, "IS_GELU": True}
-    return _product(experts._gate_up_kernel, dtype, size, constants, 2 * experts._CHANNELS)
+    tile = experts.choose_tiles(size).gate_up
+    own = {"TOP_K": 8, "IS_GELU": True}
+    return _product(experts._gate_up_kernel, dtype, size, tile, own, 2 * tile.channels)
 
 
 def down(dtype: str, size: int) -> Case:
-    constants = {"CHANNELS": experts._OUTPUTS, "PARTS": WIDTHS["N"] // experts._CHANNELS}
-    return _product(experts._down_kernel, dtype, size, constants, experts._OUTPUTS)
+    tiles = experts.choose_tiles(size)
+    own = {"PARTS": WIDTHS["N"] // tiles.gate_up.channels}
+    return _product(experts._down_kernel, dtype, size, tiles.down, own, tiles.down.channels)
 
 
-def _product(kernel: Any, dtype: str, size: int, own: dict[str, int], channels: int) -> Case:
+def _product(
+    kernel: Any, dtype: str, size: int, tile: experts.Tile, own: dict[str, int], channels: int
+) -> Case:
     is_fp8 = dtype == FP8
-    depth = experts._DEPTH_BYTES // (1 if is_fp8 else 2)
-    constants: dict[str, object] = {**own, **WIDTHS}
+    depth = tile.depth_bytes // (1 if is_fp8 else 2)
+    constants: dict[str, object] = {**own, **WIDTHS, "CHANNELS": tile.channels}
     constants |= {"TOKENS": size, "DEPTH": depth, "IS_FP8": is_fp8}
     pointers = EXPERTS | dict.fromkeys(("states", "weight"), dtype)
     if not is_fp8:
@@ -215,7 +219,7 @@ def _product(kernel: Any, dtype: str, size: int, own: dict[str, int], channels: 
         kernel,
         pointers,
         {name: value for name, value in constants.items() if name in kernel.arg_names},
-        options={"num_stages": experts._STAGES, "num_warps": experts.num_warps(size)},
+        options={"num_stages": tile.stages, "num_warps": tile.num_warps},
         multiplies=True,
         loads_ahead=True,
         loop_flops=2 * channels * size * depth,

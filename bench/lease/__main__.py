@@ -22,6 +22,7 @@ from bench.lease.stages import STAGES, Stage
 
 SITE = Path(os.environ.get("LEASE_SITE", "/tmp/site"))
 MOST_BYTES = 16 << 20  # of a file that is brought back by itself
+MOST_TRACES = 6  # that are brought back
 REHEARSAL_LIMIT = 900
 TERM_S = 5
 PATIENCE_S = 240
@@ -91,11 +92,10 @@ class Running:
         self.turn = lease.out / "done" / f".turn-{stage.name}"
         self.turn.unlink(missing_ok=True)
         command = stage.small if lease.rehearsing else stage.command
-        if command[0] == "bench.full_shape":
-            command = [*command, "--out", str(lease.out)]
-            command += ["--turn", str(self.turn)] if stage.early and not lease.rehearsing else []
-        if command[0] == "bench.lease.serve":
-            command = [*command, "--out", str(lease.out)]
+        if command[0] in ("bench.full_shape", "bench.lease.serve"):
+            command = [*command, "--out", str(lease.out / stage.name)]
+        if command[0] == "bench.full_shape" and stage.early and not lease.rehearsing:
+            command += ["--turn", str(self.turn)]
         lease.say(stage.name, "starts: python -m " + " ".join(command))
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", *command],
@@ -166,14 +166,14 @@ def plan(stages: Iterable[Stage]) -> None:
 def bring_back(out: Path, to: Path) -> None:
     """Packs what was found: the timelines as they are, the rest in one archive."""
     to.mkdir(parents=True, exist_ok=True)
-    traces = set(out.glob("trace-*"))
+    traces = set(out.rglob("trace-*"))
     with tarfile.open(to / "lease.tar.xz", "w:xz") as archive:
-        for path in sorted(out.iterdir()):
-            if path not in traces:
-                archive.add(path, path.name)
-    for path in sorted(traces, key=lambda path: path.stat().st_size)[:6]:
+        for path in sorted(set(out.rglob("*")) - traces):
+            archive.add(path, path.relative_to(out), recursive=False)
+    for path in sorted(traces, key=lambda path: path.stat().st_size)[:MOST_TRACES]:
         if path.stat().st_size < MOST_BYTES:
-            (to / path.name).write_bytes(path.read_bytes())
+            stage = "" if path.parent == out else f"{path.parent.name}-"
+            (to / f"{stage}{path.name}").write_bytes(path.read_bytes())
 
 
 def follow(out: Path, series: int | None, seconds: float) -> None:

@@ -8,6 +8,7 @@ KERNELS += ["tests/unit/step", "tests/unit/drafters", "tests/unit/experts"]
 PAIR = ["bench.full_shape", "--unchecked", "--rounds", "2", "--stock-most", "16"]
 SMALL = ["bench.full_shape", "--unchecked", "--rounds", "1", "--shape", "small", "--eager"]
 SMALL += ["--kv-cache-gib", "1", "--cells", "1x128"]
+ATTENTION = ["--contexts", "128", "1024", "8192", "65536", "--batches", "1", "2", "4", "8"]
 MEASURED = json.dumps({"additional_config": {"vllm_dllm": {"kernel_choice": "measured"}}})
 
 
@@ -35,7 +36,7 @@ STAGES = [
         "kernels",
         "tests of all kernels, against float64 and their definitions",
         ["bench.lease.kernel_tests", *KERNELS],
-        ["bench.lease.kernel_tests", "tests/unit/step/test_settle_triton.py", "--without-gpu"],
+        ["bench.lease.kernel_tests", "tests/unit/step/test_settle_triton.py", "--at-once", "2"],
         seconds=70,
         limit=120,
     ),
@@ -49,6 +50,14 @@ STAGES = [
         limit=80,
     ),
     Stage(
+        "our-tiles",
+        "tiles of our kernel for few rows an expert, 150 of them",
+        ["bench.lease.our_tiles"],
+        ["bench.lease.our_tiles"],
+        seconds=60,
+        limit=110,
+    ),
+    Stage(
         "linears",
         "dense products of a step: CUTLASS FP8, cuBLASLt FP8, bf16",
         ["bench.lease.linears"],
@@ -59,7 +68,7 @@ STAGES = [
     Stage(
         "attention",
         "our Triton, our FlashAttention-4, vLLM's FlashAttention-4, alone",
-        ["bench.attention", "--without", "flex_attention", "--rounds", "3"],
+        ["bench.attention", "--without", "flex_attention", "--rounds", "3", *ATTENTION],
         ["bench.lease.gpu_only", "bench.attention"],
         seconds=75,
         limit=110,
@@ -78,6 +87,21 @@ STAGES = [
         seconds=70,
         limit=150,
         early=170,
+        needs=["dsl"],
+    ),
+    Stage(
+        "fp8-measured",
+        "ours in FP8, which times its kernels first (`kernel_choice`)",
+        full_shape(
+            "fp8-dynamic",
+            "1x128 8x128 16x128 32x128 1x1024 1x8192 1x32768",
+            "1x128 16x128",
+            *("--systems", "vllm-dllm", "--kv-cache-gib", "9", "--start-by", "170"),
+            *("--options", MEASURED),
+        ),
+        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm", "--options", MEASURED],
+        seconds=110,
+        limit=190,
         needs=["dsl"],
     ),
     Stage(

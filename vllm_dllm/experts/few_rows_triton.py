@@ -14,6 +14,8 @@ and in full lines, several loads ahead, for a block of the expert's tokens. Thre
 Legend: T tokens, E experts, K hidden channels, N channels between gate and down.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,10 +23,32 @@ import triton.language as tl
 from vllm_dllm.experts.definition import ACTIVATIONS, MOST, SMALLEST_SCALE, Assignment, Experts
 
 SIZES = (16, 32, 64, 128)  # of a block of rows
-_CHANNELS, _OUTPUTS, _SUMMED = 64, 128, 1024  # channels that a program of each launch computes
-_DEPTH_BYTES = 128  # how much of a row of weights a pass of the loop multiplies
-_STAGES = 3  # of which two are on their way; three programs then share a processor
+_SUMMED = 1024  # channels that a program of the last launch computes
 _MOST, _SMALLEST_SCALE = tl.constexpr(MOST), tl.constexpr(SMALLEST_SCALE)
+
+
+class Tile(NamedTuple):
+    """What a program of a product computes, and how."""
+
+    channels: int  # that it computes
+    depth_bytes: int  # how much of a row of weights a pass of the loop multiplies
+    stages: int  # loads of weights in shared memory, one of which is multiplied
+    num_warps: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of both products. A layer's N is a multiple of `gate_up.channels`, its K of
+    `gate_up.depth_bytes`."""
+
+    gate_up: Tile
+    down: Tile
+
+
+def choose_tiles(size: int) -> Tiles:
+    """Returns the tiles for blocks of `size` rows: with as few warps as can hold the results
+    without spilling, and three stages, so that three programs share a processor."""
+    num_warps = 8 if size >= 64 else 4
+    return Tiles(Tile(64, 128, 3, num_warps), Tile(128, 128, 3, num_warps))
 
 
 def find_obstacle(hidden: int, width: int, activation: str) -> str | None:
@@ -32,10 +56,11 @@ def find_obstacle(hidden: int, width: int, activation: str) -> str | None:
     can."""
     if activation not in ACTIVATIONS:
         return f"expected the activation {' or '.join(ACTIVATIONS)}, got {activation}"
-    if width % _CHANNELS or hidden % _DEPTH_BYTES:
+    tile = choose_tiles(SIZES[0]).gate_up
+    if width % tile.channels or hidden % tile.depth_bytes:
         return (
-            f"expected multiples of {_DEPTH_BYTES} hidden channels and of {_CHANNELS} between, "
-            f"got {hidden} and {width}"
+            f"expected multiples of {tile.depth_bytes} hidden channels and of {tile.channels} "
+            f"between, got {hidden} and {width}"
         )
     return None
 
@@ -50,11 +75,6 @@ def block_size(num_tokens: int, top_k: int, num_experts: int) -> int | None:
     return next((size for size in SIZES if mean + 2 * mean**0.5 <= size), SIZES[-1])
 
 
-def num_warps(size: int) -> int:
-    """Returns how many warps can hold the results of a block of `size` rows without spilling."""
-    return 8 if size >= 64 else 4
-
-
 def mix_experts(
     states: torch.Tensor,  # [T, K] the model's type, or e4m3 with its scales
     state_scale: torch.Tensor | None,  # [T, 1] fp32
@@ -66,6 +86,7 @@ def mix_experts(
     inner: torch.Tensor,  # [T * top_k, N] the model's type; overwritten
     rows: torch.Tensor,  # [T * top_k, K] the same
     output: torch.Tensor,  # [T, K] the same; may share memory with `inner`
+    tiles: Tiles | None = None,  # None: those of `choose_tiles`
 ) -> None:
     """Writes the result of `definition.mix_experts` to `output`, and overwrites `inner` and `rows`.
     All tensors are contiguous and on one device. Grids depend on shapes alone, so that a CUDA graph
@@ -76,25 +97,34 @@ def mix_experts(
     hidden, width = experts.down.shape[1:]
     if reason := find_obstacle(hidden, width, activation):
         raise ValueError(reason)
+    gate_up, down = tiles or choose_tiles(size)
     num_rows, top_k = weights.numel(), weights.shape[1]
-    num_blocks, parts = len(assignment.experts), width // _CHANNELS
+    num_blocks, parts = len(assignment.experts), width // gate_up.channels
     maxima = torch.empty(num_rows, parts, dtype=torch.float32, device=states.device)
-    shape = {"K": hidden, "N": width, "TOKENS": size}
-    shape["DEPTH"] = _DEPTH_BYTES // experts.down.element_size()
-    shape["num_warps"], shape["num_stages"] = num_warps(size), _STAGES
-    is_fp8 = experts.down_scale is not None
+    shape = {"K": hidden, "N": width, "TOKENS": size, "IS_FP8": experts.down_scale is not None}
+    weight_bytes = experts.down.element_size()
     _gate_up_kernel[num_blocks, parts](
         states, state_scale, experts.gate_up, experts.gate_up_scale, *assignment, inner, maxima,
-        num_rows, **shape, TOP_K=top_k, CHANNELS=_CHANNELS, IS_FP8=is_fp8,
+        num_rows, **shape, **_launch_options(gate_up, weight_bytes), TOP_K=top_k,
         IS_GELU=activation == "gelu_tanh",
     )  # fmt: skip
-    _down_kernel[num_blocks, triton.cdiv(hidden, _OUTPUTS)](
+    _down_kernel[num_blocks, triton.cdiv(hidden, down.channels)](
         inner, maxima, experts.down, experts.down_scale, *assignment, rows,
-        num_rows, **shape, CHANNELS=_OUTPUTS, PARTS=parts, IS_FP8=is_fp8,
+        num_rows, **shape, **_launch_options(down, weight_bytes), PARTS=parts,
     )  # fmt: skip
     _sum_kernel[len(states), triton.cdiv(hidden, _SUMMED)](
         rows, weights, output, K=hidden, TOP_K=top_k, BLOCK=_SUMMED
     )
+
+
+def _launch_options(tile: Tile, weight_bytes: int) -> dict[str, int]:
+    """Returns what both products' kernels take of a tile, by Triton's names."""
+    return {
+        "CHANNELS": tile.channels,
+        "DEPTH": tile.depth_bytes // weight_bytes,
+        "num_stages": tile.stages,
+        "num_warps": tile.num_warps,
+    }
 
 
 @triton.jit
