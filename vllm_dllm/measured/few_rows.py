@@ -40,12 +40,13 @@ def run_layer(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
 
 def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
     """Makes layers run our kernel in steps for which it was faster, and compiles it now, so that no
-    request waits for that. `sizes`: by vLLM's name of the file of a layer's tiles. A step runs what
-    was fastest for the nearest timed number of rows, as vLLM picks tiles."""
+    request waits for that. Layers that it cannot run keep vLLM's. `sizes`: by vLLM's name of the
+    file of a layer's tiles. A step runs what was fastest for the nearest timed number of rows, as
+    vLLM picks tiles."""
     compiled = set()
     for layer in experts.find_expert_layers(modules):
         file = experts.tiles_file_name(layer)
-        if file not in sizes:
+        if file not in sizes or not block_size(layer, num_tokens=1):
             continue
         if file not in compiled:
             weight = layer.w2_weight

@@ -92,7 +92,7 @@ def _candidates(
 def shipped_tiles() -> list[dict[str, int]]:
     """Returns the tiles of all files that we ship, each once."""
     found: list[dict[str, int]] = []
-    for path in sorted(tiles.FOLDER.glob("*.json")):
+    for path in sorted(tiles.FOLDER.glob("E=*.json")):
         for each in json.loads(path.read_text()).values():
             if isinstance(each, dict) and each not in found:
                 found.append(each)

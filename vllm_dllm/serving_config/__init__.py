@@ -194,11 +194,14 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
 
 def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """Lets vLLM find the tile sizes of experts that the setting `kernel_choice` names, by a
-    variable of the environment. Does nothing for `stock`."""
+    variable of the environment, and run the kernel that has them. Does nothing for `stock`."""
+    if extension.kernel_choice == "stock":
+        return
+    tiles.prefer_tuned_kernel(vllm_config)
     if extension.kernel_choice == "measured":
         # The folder is empty before the first start has measured.
         tiles.set_tuned_config_folder(folder.result_folder(vllm_config))
-    elif extension.kernel_choice == "shipped":
+    else:
         tiles.set_tuned_config_folder()
 
 

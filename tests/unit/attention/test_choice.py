@@ -24,26 +24,22 @@ def chosen(layer: LayerKind, longest: int = LONG, times: Times | None = None) ->
 
 
 def test_the_26b_model_on_hopper() -> None:
-    full, sliding = chosen(FULL), chosen(SLIDING)
-    for canvases in range(1, 33):
-        assert full.version_for(canvases * CANVAS) == "fa4"
-        assert sliding.version_for(canvases * CANVAS) == ("fa4" if canvases >= 4 else "triton")
-    assert sliding.version_for(4 * CANVAS - 1) == "triton"  # a prompt, or a padded graph
-    assert sliding.version_for(10_240) == "fa4"
-    assert str(full) == "FlashAttention-4"
-    assert str(sliding) == "Triton, FlashAttention-4 in steps of 1,024 rows and more"
+    for layer in (FULL, SLIDING, SLIDING._replace(num_heads=8)):
+        assert chosen(layer) == Choice(((0, "fa4"),)), str(chosen(layer))
+    assert str(chosen(FULL)) == "FlashAttention-4"
 
 
 def test_a_rank_with_fewer_heads_has_less_work_a_row() -> None:
-    halved = chosen(SLIDING._replace(num_heads=8))
-    assert halved.version_for(7 * CANVAS) == "triton" and halved.version_for(8 * CANVAS) == "fa4"
-    assert chosen(FULL._replace(num_heads=2)).version_for(1) == "fa4"
+    own = times((256, 0, 1, 2), (1024, 0, 2, 1))
+    assert chosen(SLIDING, times=own).steps == ((0, "triton"), (512, "fa4"))
+    halved = SLIDING._replace(num_heads=8)
+    assert chosen(halved, times=own).steps == ((0, "triton"), (1024, "fa4"))
 
 
 def test_contexts_that_a_server_does_not_allow_say_nothing() -> None:
-    """Without a context FlashAttention-4 is the faster even for one canvas."""
-    assert chosen(SLIDING, longest=1000).version_for(CANVAS) == "fa4"
-    assert chosen(SLIDING, longest=1024).version_for(CANVAS) == "triton"
+    own = times((256, 0, 2, 1), (256, 1024, 1, 3))
+    assert chosen(SLIDING, 1000, own).version_for(CANVAS) == "fa4"
+    assert chosen(SLIDING, 1024, own).version_for(CANVAS) == "triton"
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_line_of_the_log_for_each_kind_of_layer(
     module = vllm_dllm.attention.flash_attention
     monkeypatch.setattr(module, "flash_attention_4", lambda: lambda **_: None)
     assert chosen(SLIDING) == (
-        "Attention layers of head size 256 with a window run Triton, FlashAttention-4 in steps of "
-        "1,024 rows and more (measured on an NVIDIA H200).",
+        "Attention layers of head size 256 with a window run FlashAttention-4 (measured on an "
+        "NVIDIA H200).",
         True,
     )
     line, has_fa4 = chosen(FULL)

@@ -3,6 +3,8 @@ asks about."""
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.model_executor.layers.fused_moe import fused_moe
@@ -56,8 +58,63 @@ def test_other_types_keep_vllm_s() -> None:
 
 
 def test_every_file_has_a_name_that_vllm_asks_for() -> None:
-    for file in tiles.FOLDER.iterdir():
-        assert file.name == fused_moe.get_config_file_name(EXPERTS, WIDTH, "fp8_w8a8")
+    names = {fused_moe.get_config_file_name(EXPERTS, WIDTH, dtype) for dtype in (None, "fp8_w8a8")}
+    assert set(tiles.shipped_few_rows()) == names
+    assert {file.name for file in tiles.FOLDER.glob("E=*.json")} < names
+
+
+FP8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
+NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group"}
+
+
+def config(weights: dict[str, Any] | None = FP8, ranks: int = 1, backend: str = "auto") -> Any:
+    quantization = None if weights is None else {"config_groups": {"group_0": {"weights": weights}}}
+    return SimpleNamespace(
+        kernel_config=SimpleNamespace(moe_backend=backend),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(quantization_config=quantization),
+            hf_text_config=SimpleNamespace(num_experts=EXPERTS, moe_intermediate_size=WIDTH),
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+
+
+def backend_of(given: Any) -> str:
+    tiles.prefer_tuned_kernel(given)
+    return str(given.kernel_config.moe_backend)
+
+
+def test_fp8_experts_run_the_kernel_that_has_tiles() -> None:
+    assert backend_of(config()) == "triton"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        config(NVFP4),
+        config(None),
+        config(FP8 | {"strategy": "tensor"}),
+        config(ranks=2),
+        config(backend="cutlass"),
+    ],
+    ids=["NVFP4", "bf16", "FP8 by tensor", "another width", "the user's"],
+)
+def test_other_experts_keep_their_kernel(given: Any) -> None:
+    before = given.kernel_config.moe_backend
+    assert backend_of(given) == before
+
+
+def test_other_gpus_and_tiles_of_the_user_keep_vllm_s_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(tiles.VARIABLE, "/mine")
+    assert backend_of(config()) == "auto"
+    monkeypatch.delenv(tiles.VARIABLE)
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "NVIDIA A100")
+    assert backend_of(config()) == "auto"
+    dense = config()
+    dense.model_config.hf_text_config = SimpleNamespace()
+    assert backend_of(dense) == "auto"
 
 
 def test_the_user_s_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,8 @@ def test_vllm_calls_ours(layer: Any) -> None:
 def test_what_it_cannot_compute_is_not_tried(layer: Any, attribute: str, value: Any) -> None:
     setattr(layer, attribute, value)
     assert few_rows.block_size(layer, 12) == 0
+    few_rows.install_kernels([layer], {"a.json": {"8": 16}})
+    assert "apply" not in vars(layer.quant_method.moe_kernel.fused_experts)
 
 
 def test_steps_go_as_the_nearest_that_was_timed(

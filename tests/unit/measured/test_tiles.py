@@ -54,7 +54,7 @@ def layer(file: str, has_tiles: bool = True, sizes: dict[int, int] | None = None
 
 
 def shipped_tiles() -> list[dict[str, int]]:
-    (path,) = FOLDER.glob("*.json")
+    (path,) = FOLDER.glob("E=*.json")
     return [each for each in json.loads(path.read_text()).values() if isinstance(each, dict)]
 
 

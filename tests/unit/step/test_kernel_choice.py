@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_dllm.config.tiles import VARIABLE
+from vllm_dllm.config.tiles import VARIABLE, shipped_few_rows
 from vllm_dllm.measured import folder
 from vllm_dllm.step.runner import kernel_choice
-from vllm_dllm.step.runner.kernel_choice import measure_kernels
+from vllm_dllm.step.runner.kernel_choice import choose_kernels
 
 KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
@@ -74,7 +74,7 @@ class Start:
         return TABLES, OURS, []
 
     def run(self) -> None:
-        measure_kernels(self.config, torch.nn.Module())
+        choose_kernels(self.config, torch.nn.Module())
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ def test_the_second_start_measures_nothing(start: Start) -> None:
     assert start.used == [OURS, OURS], "our experts compute in both"
 
 
-@pytest.mark.parametrize("choice", ["shipped", "stock"])
-def test_nobody_else_measures(start: Start, choice: str) -> None:
+@pytest.mark.parametrize(("choice", "used"), [("shipped", [shipped_few_rows()]), ("stock", [])])
+def test_nobody_else_measures(start: Start, choice: str, used: list[Any]) -> None:
     start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
     start.run()
-    assert start.timed == [] and start.used == [] and not start.path.exists()
+    assert start.timed == [] and start.used == used and not start.path.exists()
 
 
 def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:

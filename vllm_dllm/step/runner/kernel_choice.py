@@ -1,4 +1,5 @@
-"""Times kernels on this GPU if the server is told to, once for all starts on the machine."""
+"""Makes layers run the kernels that the setting `kernel_choice` asks for: those that were fastest
+on such a GPU, or those that are on this one, timed once for all starts on the machine."""
 
 import os
 import time
@@ -16,7 +17,7 @@ from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.compat.experts import clear_tiles_cache
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.tiles import VARIABLE
+from vllm_dllm.config.tiles import VARIABLE, shipped_few_rows
 from vllm_dllm.measured import few_rows, folder, tiles
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
@@ -26,14 +27,16 @@ MOST_SECONDS = 15.0  # of all measurements
 CANVASES = (1, 8, 32)  # how many canvases the timed steps have
 
 
-def measure_kernels(
+def choose_kernels(
     vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
 ) -> None:
-    """Makes layers run the kernels that are fastest on this GPU, if `kernel_choice` is "measured";
-    else does nothing. The first rank times them, unless an earlier start stored its measurements,
-    and all ranks use what it found. Called when the KV cache is there and before graphs are
-    captured."""
+    """Makes layers run the kernels that `kernel_choice` asks for. If it is "measured", the first
+    rank times them, unless an earlier start stored its measurements, and all ranks use what it
+    found. Called when the KV cache is there and before graphs are captured."""
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+    if extension.kernel_choice == "shipped":
+        with set_current_vllm_config(vllm_config):
+            few_rows.install_kernels(model.modules(), shipped_few_rows())
     if extension.kernel_choice != "measured":
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()

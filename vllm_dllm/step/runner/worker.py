@@ -14,7 +14,7 @@ from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits
 from vllm_dllm.parents import end_with_parent
-from vllm_dllm.step.runner.kernel_choice import measure_kernels
+from vllm_dllm.step.runner.kernel_choice import choose_kernels
 
 logger = init_logger(__name__)
 
@@ -53,7 +53,7 @@ class CanvasWorker(Worker):
         result."""
         # Before graphs are captured: what they read must not be allocated anew, and they keep the
         # kernels of their capture.
-        measure_kernels(self.vllm_config, self.model_runner.model)
+        choose_kernels(self.vllm_config, self.model_runner.model)
         if self.vllm_config.kernel_config.enable_jit_warmup:
             begin = time.monotonic()
             compile_attention(
