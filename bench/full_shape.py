@@ -254,7 +254,8 @@ def measure_all(
 def commands(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
     """The arguments of each engine."""
     most = max(cell.concurrency for cell in args.cells)
-    longest = max(c.context + c.blocks * CANVAS for c in [*args.cells, *args.trace])
+    # With room for one more canvas: no step is scheduled ahead of one that ends at the limit.
+    longest = max(c.context + (c.blocks + 1) * CANVAS for c in [*args.cells, *args.trace])
     found = {}
     for name in args.systems:
         seqs = most if name == OURS else min(most, args.stock_most)

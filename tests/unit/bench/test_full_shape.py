@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench import even_routing, full_shape, harness
+from bench.dummy_checkpoint import CANVAS
 from bench.full_shape_engine import OURS, STOCK, WorkerProbe
 
 
@@ -39,6 +40,15 @@ def test_engines_that_read_different_experts_are_not_compared() -> None:
     results = {OURS: cells(64, _1x128=10), STOCK: cells(70, _1x128=12)}
     with pytest.raises(harness.Refused, match="ours reads 64 experts a layer, stock 70"):
         full_shape.compare("bf16", results)
+
+
+def test_the_context_has_room_for_a_canvas_that_is_scheduled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = ["--systems", OURS, "--cells", "1x128", "--trace", "1x32768"]
+    monkeypatch.setattr("sys.argv", ["full_shape", *cells])
+    command = full_shape.commands(full_shape.read_arguments(), "checkpoint")[OURS]
+    assert int(command[command.index("--max-model-len") + 1]) == 32_768 + 2 * CANVAS
 
 
 def test_even_routing_is_even_the_same_and_counted() -> None:
