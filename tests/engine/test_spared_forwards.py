@@ -52,6 +52,21 @@ def test_forwards_with_asynchronous_scheduling(
     assert forwards_of(served, 40, blocks, steps_on_their_way=1) == blocks * steps + blocks
 
 
+@pytest.mark.parametrize(("room", "ahead"), [(0, 0), (1, 0), (CANVAS - 1, 0), (CANVAS, 1)])
+def test_no_step_is_scheduled_ahead_and_repeated_at_the_end_of_the_context(
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    room: int,  # tokens, behind the answer
+    ahead: int,
+) -> None:
+    served = engine(tiny(64), async_scheduling=True, **COUNTED)
+    length = served.llm.llm_engine.model_config.max_model_len - room - 2 * CANVAS
+    steps = FEW_STEPS["diffusion_max_steps"]
+    # A commit lies between the two blocks.
+    assert forwards_of(served, length, 2, steps_on_their_way=ahead) == 2 * steps + 1 + ahead
+
+
 @pytest.mark.parametrize("commits_last", [False, True])
 def test_a_stop_that_cannot_be_foreseen_is_not_committed(
     engine: Callable[..., Engine], tiny: Callable[[int], Path], commits_last: bool

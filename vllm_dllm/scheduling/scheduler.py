@@ -264,14 +264,16 @@ class CanvasAsyncScheduler(StockDiffusionAsyncScheduler, CanvasScheduling):
         return super().schedule(*args, **kwargs)
 
     def sitting_out(self) -> list[Request]:
-        """Returns what its parent does, and requests whose running canvas shares its block with the
-        prompt. If the step finishes such a canvas, the next one is wider."""
-        waiting_for_block = [
-            request
-            for request in self.running
-            if request.num_output_placeholders > 0 and self.family.is_partial_block(request)
-        ]
-        return [*super().sitting_out(), *waiting_for_block]
+        """Returns what its parent does, and requests that wait for the step in flight."""
+        return [*super().sitting_out(), *filter(self._waits, self.running)]
+
+    def _waits(self, request: Request) -> bool:
+        """Returns whether the canvas in flight does not tell how wide the next one is: it shares
+        its block with the prompt, or the context has no room for a whole canvas behind it."""
+        if request.num_output_placeholders == 0:
+            return False
+        room = int(self.max_model_len - request.num_computed_tokens)
+        return self.family.is_partial_block(request) or room < self.family.canvas_width(request)
 
     def output_counted(self, output: SchedulerOutput) -> None:
         """Takes back known tokens that the next step computes again."""
