@@ -94,8 +94,8 @@ class Running:
         command = stage.small if lease.rehearsing else stage.command
         if command[0] in ("bench.full_shape", "bench.lease.serve"):
             command = [*command, "--out", str(lease.out / stage.name)]
-        if command[0] == "bench.full_shape" and stage.early and not lease.rehearsing:
-            command += ["--turn", str(self.turn)]
+            if stage.early and not lease.rehearsing:
+                command += ["--turn", str(self.turn)]
         lease.say(stage.name, "starts: python -m " + " ".join(command))
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", *command],

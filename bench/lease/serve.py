@@ -42,7 +42,9 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def serve(checkpoint: str, port: int, tokens: int, most: int, log: Path) -> subprocess.Popen[bytes]:
+def serve(
+    checkpoint: str, port: int, tokens: int, most: int, log: Path, more: list[str]
+) -> subprocess.Popen[bytes]:
     options = ["--load-format", "dummy", "--host", "127.0.0.1", "--port", str(port)]
     options += ["--max-model-len", str(2 * tokens + CANVAS), "--max-num-seqs", str(most)]
     options += ["--diffusion-config", json.dumps({"canvas_length": CANVAS})]
@@ -51,7 +53,7 @@ def serve(checkpoint: str, port: int, tokens: int, most: int, log: Path) -> subp
         options += ["--kv-cache-memory-bytes", "1G", "--enforce-eager", "--dtype", "bfloat16"]
     environment = os.environ | {ROUTING: EVEN}
     return subprocess.Popen(
-        [*VLLM, "serve", checkpoint, *options],
+        [*VLLM, "serve", checkpoint, *options, *more],
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
         env=environment,
@@ -94,16 +96,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt and of an answer")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--start-by", type=float, default=600, help="seconds from now")
+    parser.add_argument("--turn", type=Path, help="ask when this file is there")
     parser.add_argument("--out", type=Path, default=Path("/tmp"))
+    parser.add_argument("options", nargs="*", help="more of `vllm serve`, behind --")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), args.out / "serve.log"
     with tempfile.TemporaryDirectory() as folder:
         dummy_checkpoint.write(Path(folder), args.shape, args.scheme, STEPS)
         begun = time.monotonic()
-        server = serve(folder, port, args.tokens, max(args.concurrency), log)
+        most = max(args.concurrency)
+        server = serve(folder, port, args.tokens, most, log, args.options)
         try:
             wait_until_ready(server, port, args.start_by)
             print(json.dumps({"serve": args.scheme, "start_seconds": time.monotonic() - begun}))
+            while args.turn and not args.turn.exists():
+                time.sleep(0.2)
             for at_once in args.concurrency:
                 found = ask(folder, port, args.tokens, at_once, Path(folder))
                 asked = {"serve": args.scheme, "at_once": at_once, "tokens": args.tokens}
