@@ -57,6 +57,7 @@ class Host(NamedTuple):
     capability: Capability
     num_gpus: int = 1
     settings: tuple[tuple[str, str], ...] = ()
+    name: str = ""  # of its GPU; none: that of the chip
 
     def __str__(self) -> str:
         several = "" if self.num_gpus == 1 else f"{self.num_gpus} x "
@@ -64,12 +65,14 @@ class Host(NamedTuple):
 
 
 A100, H100, B200, RTX = (Host(capability) for capability in CHIPS)
+H200 = H100._replace(name="NVIDIA H200")
 
 
 def install(host: Host) -> GpuDevice:
     """For good: the process must not have imported vLLM yet."""
-    capability, num_gpus, settings = host
+    capability, num_gpus, settings, name = host
     chip, device = CHIPS[capability], GpuDevice()
+    chip.name = name or chip.name
     torch._C._ensureCUDADeviceGuardSet()
     _guard_nothing()
     os.environ |= {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cuda_build import chores
 from tests.cuda_build.engine import Report
-from tests.cuda_build.machine import A100, B200, H100, RTX, Host
+from tests.cuda_build.machine import A100, B200, H100, H200, RTX, Host
 
 PLAIN = {
     "short": {"prompt": 5, "max_tokens": 20},
@@ -49,6 +49,7 @@ CASES = {
     ),
     "an H100, bf16, cache fp8": Case(options={"kv_cache_dtype": "fp8"}),
     "an H100, FP8": Case(scheme="fp8-dynamic"),
+    "an H200, FP8": Case(host=H200, scheme="fp8-dynamic"),
     "a B200, FP8": Case(host=B200, scheme="fp8-dynamic"),
     "a B200, NVFP4": Case(host=B200, scheme="nvfp4", options=CUTLASS),
     "an H100, NVFP4": Case(scheme="nvfp4", options=MARLIN),
@@ -99,6 +100,8 @@ def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, nam
         assert report.compiled_late == [], "requests wait for a compiler"
     assert (report.graphs > 0) == (report.replays > 0) == (case.graphs != "NONE")
     assert report.tokens == {"short": 20, "two canvases": 400, "a prompt in parts": 20}
+    tiled = case.host == H200
+    assert ("fused_moe_kernel" in report.kernels and "_gate_up_kernel" in report.kernels) == tiled
 
 
 def require_no_waits(report: Report) -> None:
