@@ -18,12 +18,15 @@ from cutlass import Int32
 
 from attention_kernels.chunks import CHUNK, Chunks
 from attention_kernels.support import check_contiguous, check_last_strides
+from attention_kernels.triton_fwd import num_processors
 
 Forward = Callable[..., Any]
 """FlashAttention-4 with the arguments that `attend_chunks` passes: those of vLLM's
 `flash_attn_varlen_func`."""
 
 _ALIGNMENT = 16  # bytes, for its vectorised loads
+_TILE = 128  # rows that a program computes
+_SPLITS = 1  # shares of the keys in a step of few rows
 
 
 @cute.jit
@@ -151,8 +154,15 @@ def attend_chunks(
         softcap=softcap,
         mask_mod=mask,
         aux_tensors=tensors,
-        num_splits=1,  # a chunk's keys are few; also part of the compile key
+        num_splits=choose_splits(len(query), query.shape[1], query.device),
     )
+
+
+def choose_splits(num_tokens: int, num_heads: int, device: torch.device) -> int:
+    """Returns how many shares to split the keys of a step into: several if the GPU then still runs
+    all programs at once. Whether there are several is part of the compile key."""
+    num_programs = -(-num_tokens // _TILE) * num_heads
+    return _SPLITS if num_programs * _SPLITS <= num_processors(device) else 1
 
 
 def _package_forward(
