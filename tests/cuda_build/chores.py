@@ -115,6 +115,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "cache": str(next(iter(engine.runner.kv_caches)).dtype),
         "kernels": sorted(set(_kernels(engine.runner.model))),
         "waits at start": len(engine.at_start),
+        "compiled by CuTe": engine.device.compiled_by_cute,
     }
 
 

@@ -57,7 +57,8 @@ class GpuDevice(FakeCuda):
     """`implementations`: vLLM's operations that are Python, by their name in its library.
     `forbidden`: what a CUDA graph under capture does not allow, and where. `uncomputed`: compiled
     operations that PyTorch knows no shapes of, how often. `kernels`: Triton's, how often launched;
-    `compiled`: those that were compiled, in that order, a name for each variant. `tagged`: memory
+    `compiled`: those that were compiled, in that order, a name for each variant.
+    `compiled_by_cute`: how many of FlashAttention-4's this process has compiled. `tagged`: memory
     made while there was a `tag`, by its storage: the tag, and where; `lost`: what a sleep has lost
     of it (`gpu.py`). `answers`: the integer that copies to the host give, by the file of ours
     that asks for it, else 0."""
@@ -70,6 +71,7 @@ class GpuDevice(FakeCuda):
         self.uncomputed: dict[str, int] = {}
         self.kernels: dict[str, int] = {}
         self.compiled: list[str] = []
+        self.compiled_by_cute = 0
         self.is_capturing = False
         self.answers: dict[str, int] = {}
         self.tag: str | None = None

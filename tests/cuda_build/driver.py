@@ -2,6 +2,7 @@
 and load only where there is one."""
 
 import ctypes
+import os
 import subprocess
 from pathlib import Path
 
@@ -45,3 +46,4 @@ def load(folder: Path) -> None:
     name = f"-Wl,-soname,{library.name}"
     subprocess.run(["gcc", "-shared", "-fPIC", name, "-o", library, source], check=True)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    os.environ["LD_LIBRARY_PATH"] = str(folder)  # for processes that an engine starts

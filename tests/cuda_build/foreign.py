@@ -23,12 +23,37 @@ def replace(device: GpuDevice) -> None:
     _everywhere(ll_bf16.ll_bf16_gemm, _gemm)
     _everywhere(mem_utils.get_max_shared_memory_bytes, _shared_memory)
     if "FLASH_ATTENTION_ARCH" in os.environ:
-        _compile_fa4(device)
+        _compile_fa4_later(device)
+
+
+def _compile_fa4_later(device: GpuDevice) -> None:
+    """Replaces FlashAttention-4 when it is first run. It reads the environment when it is imported,
+    and an engine may have written there."""
+    import vllm.vllm_flash_attn as package
+
+    attend, is_replaced = package.flash_attn_varlen_func, []
+
+    @wraps(attend)
+    def replace_and_attend(*args: Any, fa_version: int = 2, **kwargs: Any) -> Any:
+        if fa_version == 4 and not is_replaced:
+            is_replaced.append(True)
+            _compile_fa4(device)
+        return attend(*args, fa_version=fa_version, **kwargs)
+
+    _everywhere(attend, replace_and_attend)
 
 
 def _compile_fa4(device: GpuDevice) -> None:
+    import cutlass.cute as cute
     from vllm.vllm_flash_attn.cute import interface
 
+    compile_, package = cute.compile, interface.__package__
+
+    def compile_and_count(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        device.compiled_by_cute += type(kernel).__module__.startswith(package)  # vLLM has others
+        return compile_(kernel, *args, **kwargs)
+
+    cute.compile = compile_and_count
     attend = interface._flash_attn_fwd
 
     @wraps(attend)  # whose cache of kernels goes along

@@ -81,6 +81,7 @@ def _import_and_serve(pipe: Connection, other_end: Connection, host: Host, folde
 def _import(host: Host, folder: Path) -> Any:
     from tests.cuda_build import driver, machine
 
+    os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")
     driver.load(folder)
     device = machine.install(host)
     from tests.cuda_build import engine

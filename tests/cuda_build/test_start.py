@@ -96,6 +96,7 @@ def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, nam
     assert report.facts["attention"] == [case.attention]
     on_hopper = case.host.capability == (9, 0) and case.options.get("kv_cache_dtype") != "fp8"
     assert ("FlashAttention-4" in report.kernels) == on_hopper
+    assert report.facts["compiled by CuTe"] == 0, "another process has done so, beside the start"
     if case.graphs != "NONE":  # or vLLM warms up few sizes of steps
         assert report.compiled_late == [], "requests wait for a compiler"
     assert (report.graphs > 0) == (report.replays > 0) == (case.graphs != "NONE")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attention_kernels.chunks import CHUNK
+from attention_kernels.fa4_flags import attend_by_flags
 from attention_kernels.support import FA4_HEAD_SIZES, Case, fa4_reason
 from vllm_dllm.compat.attention import flash_attention_4
 
@@ -68,21 +68,20 @@ class FlashAttention:
         """Writes attention's result to `output`, by flags where they suffice, else by masks. Keeps
         the chunks of masks in `metadata.chunks` for later layers with the same window."""
         if self.has_flags and metadata.spans is None:
-            self.forward(
-                q=query,
-                k=key_cache,
-                v=value_cache,
-                out=output,
-                cu_seqlens_q=metadata.query_start_loc,
-                seqused_k=metadata.seq_lens,
-                block_table=metadata.block_table,
-                # Fewer would be another compile key.
-                max_seqlen_q=max(metadata.max_query_len, CHUNK),
-                max_seqlen_k=metadata.max_seq_len,
-                softmax_scale=scale,
+            attend_by_flags(
+                query,
+                key_cache,
+                value_cache,
+                metadata.block_table,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.causal,
+                output=output,
+                scale=scale,
                 softcap=softcap,
-                causal=True,  # where the request's flag says so
-                dynamic_causal=metadata.causal,
+                max_query_len=metadata.max_query_len,
+                max_seq_len=metadata.max_seq_len,
+                forward=self.forward,
             )
             return
         from attention_kernels import fa4_fwd  # needs the compiler of CuTe

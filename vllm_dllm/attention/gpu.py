@@ -112,12 +112,12 @@ class GpuCanvasImpl(TritonAttentionImpl):
 
     def choose_version(self) -> None:
         """Chooses the versions that this layer runs. Called again when a server has measured."""
-        self.choice, self._fa4 = choose_versions(self.kind, self.kv_cache_dtype)
+        self.choice, self.fa4 = choose_versions(self.kind, self.kv_cache_dtype)
 
     def force_version(self, version: Version, flash_attention: FlashAttention | None) -> None:
         """Makes every step run one version, so that it can be timed, until `choose_version` is
         called."""
-        self.choice, self._fa4 = Choice(((0, version),)), flash_attention
+        self.choice, self.fa4 = Choice(((0, version),)), flash_attention
 
     def forward(
         self,
@@ -146,7 +146,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
         options: dict[str, Any] = dict(
             scale=self.scale, window_left=self.sliding_window[0], softcap=self.logits_soft_cap
         )
-        fa4 = self._fa4 if self.choice.version_for(num_tokens) == "fa4" else None
+        fa4 = self.fa4 if self.choice.version_for(num_tokens) == "fa4" else None
         if fa4 is not None and fa4.can_run(attn_metadata):
             fa4.attend(attn_metadata, *tensors, output[:num_tokens], **options)
             return output

@@ -1,6 +1,7 @@
 """Model runner v2: commits that join a step, numbers of canvases sent with its output, and
 adapters."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,3 +54,16 @@ def refuse_vocabulary_adapters(runner: Any) -> None:
         return stock_load_lora_model(model, *args)
 
     runner.load_lora_model = load_lora_model
+
+
+def call_before_graphs(runner: Any, prepare: Callable[[], None]) -> None:
+    """Makes `runner` call `prepare` before it captures graphs to see how much memory they take, by
+    replacing its `profile_cudagraph_memory`. That is the first run of attention with a cache."""
+    profile = runner.profile_cudagraph_memory
+
+    def prepare_and_profile() -> int:
+        prepare()
+        memory: int = profile()
+        return memory
+
+    runner.profile_cudagraph_memory = prepare_and_profile

@@ -9,10 +9,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_dllm.attention.ahead import Compiler, compile_ahead
 from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
-from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits
+from vllm_dllm.compat.runner import attach_canvas_numbers, call_before_graphs, join_commits
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.step.runner.kernel_choice import choose_kernels
 
@@ -34,11 +35,21 @@ class CanvasWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
+        self._compiler: Compiler | None = None
         super().__init__(*args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads the model, and restricts prompt log-probabilities to rows of prompts."""
+        """Loads the model, starts to compile attention, and restricts prompt log-probabilities to
+        rows of prompts."""
         super().load_model(**kwargs)
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            self._compiler = compile_ahead(
+                self.vllm_config,
+                self.vllm_config.compilation_config.static_forward_context.values(),
+                has_images=self.model_runner.supports_mm_inputs,
+            )
+        if self._compiler is not None:
+            call_before_graphs(self.model_runner, self._compiler.wait)
         restrict_prompt_logprobs(self.model_runner)
 
     def determine_available_memory(self) -> int:
@@ -51,6 +62,8 @@ class CanvasWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Measures, compiles and warms up kernels, then has vLLM capture graphs. Returns vLLM's
         result."""
+        if self._compiler is not None:
+            self._compiler.wait()
         # Before graphs are captured: what they read must not be allocated anew, and they keep the
         # kernels of their capture.
         choose_kernels(self.vllm_config, self.model_runner.model)

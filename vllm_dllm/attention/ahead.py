@@ -1,0 +1,147 @@
+"""Compiles FlashAttention-4 beside torch.compile, and keeps its kernels for later starts.
+
+Each kernel takes CuTe's compiler 6 to 10 s. It holds Python's lock meanwhile, so another process
+compiles and this one reads what that stored. FlashAttention-4 has the files for this
+(`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from attention_kernels.fa4_ahead import Step, variables
+from vllm_dllm.attention.gpu import GpuCanvasImpl
+from vllm_dllm.attention.warm_up import steps_to_try
+from vllm_dllm.measured import folder
+
+logger = init_logger(__name__)
+
+HOPPER = (9, 0)  # other chips have no measured times, and so run FlashAttention-4 if told to
+KEEPS, KEPT_IN = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+MOST_SECONDS = 300  # for all kernels
+
+
+@dataclass
+class Compiler:
+    """A process that compiles FlashAttention-4."""
+
+    process: subprocess.Popen[bytes]
+    partial: Path  # where it stores kernels
+    kept: Path  # where they belong
+    done: Path  # says that they are there
+
+    def wait(self) -> None:
+        """Waits for the process and moves its kernels to where FlashAttention-4 looks for them,
+        each file at once. If it failed, logs a warning: the kernels are then compiled here.
+        Repeatable."""
+        if not self.partial.exists():
+            return
+        try:
+            status: int | str = self.process.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            status = f"after {MOST_SECONDS} s"
+        try:
+            if status != 0:
+                logger.warning("FlashAttention-4 was not compiled ahead (ended: %s).", status)
+                return
+            for file in self.partial.rglob("*.o"):
+                target = self.kept / file.relative_to(self.partial)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+            self.done.touch()
+            logger.info("FlashAttention-4 was compiled beside the start.")
+        except OSError as error:
+            logger.warning("Cannot keep FlashAttention-4 in %s: %s.", self.kept, error)
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def compile_ahead(
+    vllm_config: VllmConfig,
+    layers: Iterable[Any],  # of the model; other layers are ignored
+    has_images: bool,  # whether requests may have some
+) -> Compiler | None:
+    """Has FlashAttention-4 keep its kernels in a folder, and starts to compile those that `layers`
+    run. Called before FlashAttention-4 is imported. Of several ranks only the first compiles ahead.
+
+    Returns None if the kernels are there or none is needed, on another chip than Hopper, and if the
+    user has set `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`.
+
+    The folder is of this model and kind of server alone: FlashAttention-4 does not tell a kernel
+    with causal flags from one without.
+    """
+    if vllm_config.diffusion_config is None:
+        return None
+    steps = [list(step) for step in _steps(vllm_config, layers, has_images)]
+    capability = current_platform.get_device_capability()
+    if not steps or KEEPS in os.environ or capability is None or tuple(capability) != HOPPER:
+        return None
+    kept = folder.result_folder(vllm_config) / "flash_attention_4"
+    asked = json.dumps(steps)
+    done = kept / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.done"
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=kept, prefix="partial-"))
+    except OSError as error:
+        logger.warning("Cannot keep FlashAttention-4 in %s: %s.", kept, error)
+        return None
+    os.environ |= {KEEPS: "1", KEPT_IN: str(kept)}
+    if done.exists() or not get_tp_group().is_first_rank:
+        partial.rmdir()
+        return None
+    chip = variables(HOPPER, current_platform.num_compute_units())
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    forward = "vllm.vllm_flash_attn:flash_attn_varlen_func"
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "attention_kernels.fa4_ahead", forward, asked],
+        env={**os.environ, **chip, **paths, KEPT_IN: str(partial)},
+        stdin=subprocess.DEVNULL,
+    )
+    return Compiler(process, partial, kept, done)
+
+
+def _steps(vllm_config: VllmConfig, layers: Iterable[Any], has_images: bool) -> list[Step]:
+    """Returns the steps of `warm_up` that run FlashAttention-4, once each."""
+    model, found = vllm_config.model_config, set()
+    for layer in layers:
+        impl = getattr(layer, "impl", None)
+        if not isinstance(impl, GpuCanvasImpl) or (fa4 := impl.fa4) is None:
+            continue
+        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        for num_reqs, length in steps_to_try(impl.choice, most_rows):
+            for images in {False, has_images}:
+                if impl.choice.version_for(num_reqs * length) != "fa4":
+                    continue
+                if not (fa4.has_masks if images else fa4.has_flags or fa4.has_masks):
+                    continue
+                step = Step(
+                    by_flags=fa4.has_flags and not images,
+                    has_images=images,
+                    num_reqs=num_reqs,
+                    query_len=length,
+                    longest=max(model.max_model_len, length),
+                    head_size=impl.head_size,
+                    num_heads=impl.num_heads,
+                    num_kv_heads=impl.num_kv_heads,
+                    block_size=vllm_config.cache_config.block_size,
+                    window_left=impl.sliding_window[0],
+                    softcap=impl.logits_soft_cap,
+                    dtype=str(model.dtype).removeprefix("torch."),
+                )
+                found.add(step)
+    return sorted(found)
