@@ -121,7 +121,8 @@ def attention(
             window_left=window_left,
             spans=spans,
         )
-    attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap, forward)
+    splits = choose_splits(len(query), query.shape[1], num_processors(query.device))
+    attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap, splits, forward)
     return chunks
 
 
@@ -133,10 +134,11 @@ def attend_chunks(
     output: torch.Tensor,  # [T, Hq, D]
     scale: float,
     softcap: float,
+    num_splits: int,
     forward: Forward | None = None,
 ) -> None:
     """Writes attention's result to `output`, by running FlashAttention-4 with each chunk as a
-    request."""
+    request and its keys in `num_splits` shares."""
     mask, tensors = band_mask, [chunks.bands]
     if chunks.images is not None:
         mask, tensors = image_mask, [chunks.bands, chunks.images]
@@ -154,15 +156,15 @@ def attend_chunks(
         softcap=softcap,
         mask_mod=mask,
         aux_tensors=tensors,
-        num_splits=choose_splits(len(query), query.shape[1], query.device),
+        num_splits=num_splits,
     )
 
 
-def choose_splits(num_tokens: int, num_heads: int, device: torch.device) -> int:
+def choose_splits(num_tokens: int, num_heads: int, num_processors: int) -> int:
     """Returns how many shares to split the keys of a step into: several if the GPU then still runs
     all programs at once. Whether there are several is part of the compile key."""
     num_programs = -(-num_tokens // _TILE) * num_heads
-    return _SPLITS if num_programs * _SPLITS <= num_processors(device) else 1
+    return _SPLITS if num_programs * _SPLITS <= num_processors else 1
 
 
 def _package_forward(
