@@ -53,7 +53,7 @@ def variables(capability: tuple[int, int], num_multiprocessors: int) -> dict[str
 def compile_step(step: Step, forward: Any) -> None:
     """Compiles what a layer runs in `step`. Called with fake tensors."""
     from attention_kernels.fa4_flags import attend_by_flags
-    from attention_kernels.fa4_fwd import attend_chunks, choose_splits  # needs CuTe's compiler
+    from attention_kernels.fa4_fwd import attend_chunks  # needs the compiler of CuTe
 
     def int32(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="cuda")
@@ -92,9 +92,8 @@ def compile_step(step: Step, forward: Any) -> None:
         int32(count, 3),
         int32(count, CHUNK, 2) if step.has_images else None,
     )
-    splits = choose_splits(rows, step.num_heads, int(os.environ["FLASH_ATTENTION_NUM_SMS"]))
     output = torch.empty_like(query)
-    attend_chunks(query, keys, values, chunks, output, 1.0, step.softcap, splits, forward)
+    attend_chunks(query, keys, values, chunks, output, 1.0, step.softcap, forward)
 
 
 def end_with(parent: int) -> None:

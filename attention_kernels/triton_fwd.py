@@ -128,7 +128,7 @@ class _Cut:
             num_keys = max_seq_len if window_left < 0 else in_window
             # Tiles with queries are at least so many; no request is expected to be empty.
             num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * num_parts
-            num_splits = _choose_splits(num_busy, num_keys, num_processors(query.device))
+            num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
         # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
         num_tiles = num_tokens // tiles.block_q + num_reqs
         return cls(tiles, num_reqs, num_tiles, num_parts, num_splits)
@@ -224,7 +224,7 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 
 @cache
-def num_processors(device: torch.device) -> int:
+def _num_processors(device: torch.device) -> int:
     """Returns the number of the GPU's streaming multiprocessors. Returns 1 for the interpreter,
     which runs programs in turn."""
     on_gpu = device.type == "cuda"

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.harness import ROOT
-from bench.lease.stages import STAGES, Stage
+from bench.lease.stages import MORE, STAGES, Stage
 
 SITE = Path(os.environ.get("LEASE_SITE", "/tmp/site"))
 MOST_BYTES = 16 << 20  # of a file that is brought back by itself
@@ -215,13 +215,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", action="store_true", help="print the stages and run none")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with small shapes")
-    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES])
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in [*STAGES, *MORE]])
     parser.add_argument("--out", type=Path, default=Path("/tmp/lease"))
     parser.add_argument("--for", type=float, default=570, dest="seconds", help="follow so long")
     parser.add_argument("--bring", type=Path, help="then put results into this folder")
     parser.add_argument("--here", action="store_true", help="run in this process, and wait")
     args = parser.parse_args()
-    wanted = [stage for stage in STAGES if not args.only or stage.name in args.only]
+    wanted = STAGES
+    if args.only:
+        wanted = [stage for stage in [*STAGES, *MORE] if stage.name in args.only]
     if args.plan:
         return plan(wanted)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Compiles FlashAttention-4 beside torch.compile, and keeps its kernels for later starts.
+"""Compiles FlashAttention-4 beside torch.compile, and keeps its kernels for later starts, if the
+user has FlashAttention-4 keep them (`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`).
 
 Each kernel takes CuTe's compiler 6 to 10 s. It holds Python's lock meanwhile, so another process
-compiles and this one reads what that stored. FlashAttention-4 has the files for this
-(`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`).
+compiles and this one reads what that stored.
 """
 
 import hashlib
@@ -79,17 +79,19 @@ def compile_ahead(
     """Has FlashAttention-4 keep its kernels in a folder, and starts to compile those that `layers`
     run. Called before FlashAttention-4 is imported. Of several ranks only the first compiles ahead.
 
-    Returns None if the kernels are there or none is needed, on another chip than Hopper, and if the
-    user has set `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`.
+    Returns None if the kernels are there or none is needed, on another chip than Hopper, and unless
+    the user has set `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`.
 
     The folder is of this model and kind of server alone: FlashAttention-4 does not tell a kernel
     with causal flags from one without.
     """
     if vllm_config.diffusion_config is None:
         return None
-    steps = [list(step) for step in _steps(vllm_config, layers, has_images)]
     capability = current_platform.get_device_capability()
-    if not steps or KEEPS in os.environ or capability is None or tuple(capability) != HOPPER:
+    if os.environ.get(KEEPS) != "1" or capability is None or tuple(capability) != HOPPER:
+        return None
+    steps = [list(step) for step in _steps(vllm_config, layers, has_images)]
+    if not steps:
         return None
     kept = folder.result_folder(vllm_config) / "flash_attention_4"
     asked = json.dumps(steps)
@@ -100,7 +102,7 @@ def compile_ahead(
     except OSError as error:
         logger.warning("Cannot keep FlashAttention-4 in %s: %s.", kept, error)
         return None
-    os.environ |= {KEEPS: "1", KEPT_IN: str(kept)}
+    os.environ[KEPT_IN] = str(kept)
     if done.exists() or not get_tp_group().is_first_rank:
         partial.rmdir()
         return None

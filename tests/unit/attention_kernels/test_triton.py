@@ -206,7 +206,7 @@ def test_few_requests_fill_the_processors(
             return lambda *args, **options: launches.append((grid, options))
 
     monkeypatch.setattr(triton_version, "_attention_kernel", Kernel())
-    monkeypatch.setattr(triton_version, "num_processors", lambda _: num_processors)
+    monkeypatch.setattr(triton_version, "_num_processors", lambda _: num_processors)
     shape = (num_reqs * query_len, num_heads, head_size)
     query = torch.empty(shape, dtype=torch.half)
     cache = torch.empty(1, 16, num_kv_heads, head_size, dtype=torch.half)

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
 from bench.lease import experts, install, linears, pack
 from bench.lease.__main__ import Lease, end_session
-from bench.lease.stages import STAGES, Stage
+from bench.lease.stages import MORE, STAGES, Stage
 from tests.paths import ROOT
 from tests.processes import is_running, output_of, wait_for
 from vllm_dllm.experts import definition, few_rows_triton
@@ -108,10 +108,10 @@ def test_the_plan_fits_a_quarter_of_an_hour() -> None:
         at = max(at, each.early) + each.seconds
         assert each.limit >= each.seconds
     assert at <= MINUTES - 45
-    assert len({each.name for each in STAGES}) == len(STAGES)
+    assert len({each.name for each in [*STAGES, *MORE]}) == len(STAGES) + len(MORE)
 
 
-@pytest.mark.parametrize("each", STAGES, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", [*STAGES, *MORE], ids=lambda each: each.name)
 def test_programs_of_stages_exist(each: Stage) -> None:
     for command in (each.command, each.small):
         if command[0] != "pytest":

@@ -44,8 +44,9 @@ def step_of(batch: str, fuses: bool) -> UniformStep:
     step.slots.numbers[slots[2], SlotNumbers._fields.index("is_committing")] = 1
     with set_current_vllm_config(VllmConfig()), torch.random.fork_rng():
         torch.manual_seed(1)
-        module = SelfConditioning(H, INTERMEDIATE, eps=1e-6).to(DEVICE)
+        module = SelfConditioning(H, INTERMEDIATE, eps=1e-6)
     torch.nn.init.normal_(module.pre_norm.weight, generator=generator)
+    module.to(DEVICE)
     step.model = SimpleNamespace(self_conditioning=module)
     step.batch = canvas_batch(C, canvases, slots, prompts, device=DEVICE)
     return step
