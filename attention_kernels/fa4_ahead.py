@@ -1,10 +1,11 @@
 """Compiles kernels of FlashAttention-4 for steps to come, in a process that uses no GPU:
 
-    python -m attention_kernels.fa4_ahead MODULE:FUNCTION STEPS
+    python -m attention_kernels.fa4_ahead MODULE:FUNCTION STEPS PARENT
 
-MODULE:FUNCTION is vLLM's `flash_attn_varlen_func`, STEPS the JSON of a list of `Step`. The
-environment says for which chip, and where FlashAttention-4 keeps what it compiles (see
-`variables`). Tensors are PyTorch's fake ones, by which it knows that there is nothing to run.
+MODULE:FUNCTION is vLLM's `flash_attn_varlen_func`, STEPS the JSON of a list of `Step`, PARENT the
+id of the process with which this one ends. The environment says for which chip, and where
+FlashAttention-4 keeps what it compiles (see `variables`). Tensors are PyTorch's fake ones, by which
+it knows that there is nothing to run.
 """
 
 import importlib
@@ -105,7 +106,7 @@ def end_with(parent: int) -> None:
 
 def main() -> None:
     """Compiles what the command line asks for."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(sys.argv[3]),), daemon=True).start()
     module, function = sys.argv[1].split(":")
     forward = partial(getattr(importlib.import_module(module), function), fa_version=4)
     with FakeTensorMode():

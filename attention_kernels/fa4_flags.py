@@ -1,5 +1,8 @@
 """FlashAttention-4 with a causal flag for each request, as vLLM's copy takes them on Hopper for
-layers without a window."""
+layers without a window.
+
+Legend: T queries in all, N requests, Hq query heads, Hkv key heads, D the head size.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +24,8 @@ def attend_by_flags(
     output: torch.Tensor,  # [T, Hq, D]
     scale: float,
     softcap: float,
-    max_query_len: int,
-    max_seq_len: int,
+    max_query_len: int,  # tokens
+    max_seq_len: int,  # tokens
     forward: Callable[..., Any],  # vLLM's `flash_attn_varlen_func` for FlashAttention-4
 ) -> None:
     """Writes attention's result to `output`."""

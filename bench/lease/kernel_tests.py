@@ -31,7 +31,8 @@ def main() -> None:
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = (process.stdout + process.stderr).strip().splitlines()
     print("\n".join(lines[-60:]), flush=True)
-    counts = {kind: int(number) for number, kind in COUNTS.findall(lines[-1] if lines else "")}
+    closing = "".join(process.stdout.strip().splitlines()[-1:])
+    counts = {kind: int(number) for number, kind in COUNTS.findall(closing)}
     print(json.dumps({"tests": counts, "files": len(files)}))
     sys.exit(process.returncode)
 

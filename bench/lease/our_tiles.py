@@ -3,8 +3,8 @@
     python -m bench.lease.our_tiles
 
 One product's tile changes at a time; the time is of the whole layer, without quantising the states.
-Ten processes compile, then one times. A line of JSON for each tile that runs, the fastest last. On
-a CPU, two tiles in a small shape, in Triton's interpreter.
+Ten processes compile, then one times. A line of JSON for each tile that runs, the fastest of each
+type and size last. On a CPU, two tiles in a small shape, in Triton's interpreter.
 """
 
 import argparse

@@ -77,13 +77,15 @@ def compile_ahead(
     has_images: bool,  # whether requests may have some
 ) -> Compiler | None:
     """Has FlashAttention-4 keep its kernels in a folder, and starts to compile those that `layers`
-    run. Called before FlashAttention-4 is imported. Of several ranks only the first compiles ahead.
+    run. Called before FlashAttention-4 is imported. Of several ranks only the first compiles ahead
+    and waits; at a first start the others compile for themselves.
 
     Returns None if the kernels are there or none is needed, on another chip than Hopper, and unless
     the user has set `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`.
 
-    The folder is of this model and kind of server alone: FlashAttention-4 does not tell a kernel
-    with causal flags from one without.
+    The folder is of this model and kind of server alone, whatever
+    `FLASH_ATTENTION_CUTE_DSL_CACHE_DIR` says: FlashAttention-4 does not tell a kernel with causal
+    flags from one without.
     """
     if vllm_config.diffusion_config is None:
         return None
@@ -96,21 +98,27 @@ def compile_ahead(
     kept = folder.result_folder(vllm_config) / "flash_attention_4"
     asked = json.dumps(steps)
     done = kept / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.done"
+    partial = None
     try:
-        kept.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=kept, prefix="partial-"))
+        if not done.exists():
+            kept.mkdir(parents=True, exist_ok=True)
+            if get_tp_group().is_first_rank:
+                partial = Path(tempfile.mkdtemp(dir=kept, prefix="partial-"))
     except OSError as error:
-        logger.warning("Cannot keep FlashAttention-4 in %s: %s.", kept, error)
+        logger.warning("Cannot keep FlashAttention-4 in %s: %s. It is compiled here.", kept, error)
+        os.environ[KEEPS] = "0"  # its own folder may have kernels without flags by the same names
         return None
     os.environ[KEPT_IN] = str(kept)
-    if done.exists() or not get_tp_group().is_first_rank:
-        partial.rmdir()
+    if partial is None:
         return None
     chip = variables(HOPPER, current_platform.num_compute_units())
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     forward = "vllm.vllm_flash_attn:flash_attn_varlen_func"
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "attention_kernels.fa4_ahead", forward, asked],
+        [
+            *(sys.executable, "-W", "ignore", "-m", "attention_kernels.fa4_ahead"),
+            *(forward, asked, str(os.getpid())),
+        ],
         env={**os.environ, **chip, **paths, KEPT_IN: str(partial)},
         stdin=subprocess.DEVNULL,
     )

@@ -134,6 +134,12 @@ def tiles_file_name(layer: RoutedExperts) -> str:
     return get_config_file_name(experts, width, _type_name(layer), kernel.block_shape)
 
 
+def name_tiles_file(num_experts: int, width: int, type_name: str) -> str:
+    """Returns the name of the file in which vLLM looks for tile sizes of experts of `width`
+    intermediate channels on this GPU. `type_name`: vLLM's name of the weights' type."""
+    return get_config_file_name(num_experts, width, type_name)
+
+
 def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
     """Returns the tile sizes that vLLM uses now when the layer computes `rows` rows."""
     shapes = layer.w13_weight.size(), layer.w2_weight.size()

@@ -105,7 +105,7 @@ class ExtensionConfig:
     kernel_choice: KernelChoice = "shipped"
     """Which kernels run on a GPU. `shipped`: the fastest by times that come with this package.
     `measured`: the fastest by times that the first start on the machine measures, for at most 15 s,
-    and keeps. `stock`: vLLM's own tiles of experts, and attention by Triton."""
+    and keeps. `stock`: vLLM's own kernels and tiles of experts, and attention by Triton."""
     blocks_in_flight: Count = 1
     """Blocks of a masked model that are denoised together, and committed together. A block sees the
     unfinished blocks before it, and reveals early what the model is more certain of. More than 1 is

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -31,25 +32,42 @@ def set_tuned_config_folder(folder: Path = FOLDER) -> None:
         os.environ.setdefault(VARIABLE, str(folder))
 
 
-def prefer_tuned_kernel(vllm_config: VllmConfig) -> None:
+def may_replace_experts(vllm_config: VllmConfig, folder: Path = FOLDER) -> bool:
+    """Whether experts may run other kernels and tile sizes than vLLM's: not if the user named
+    another kernel or has tile sizes of their own, nor under `VLLM_BATCH_INVARIANT`, where a row may
+    not depend on how many there are. `folder`: where this server's tile sizes are, if not in
+    `FOLDER`."""
+    is_ours = os.environ.get(VARIABLE, str(FOLDER)) in (str(FOLDER), str(folder))
+    backend = vllm_config.kernel_config.moe_backend
+    return is_ours and backend in ("auto", "triton") and not envs.VLLM_BATCH_INVARIANT
+
+
+def prefer_tuned_kernel(vllm_config: VllmConfig, folder: Path = FOLDER) -> None:
     """Sets `--moe-backend triton` in `vllm_config`, in place, where we ship tile sizes for the
-    model's FP8 experts on this GPU. Does nothing if the user named a backend or has tile sizes of
-    their own."""
-    kernel_config, model_config = vllm_config.kernel_config, vllm_config.model_config
-    of_user = os.environ.get(VARIABLE, str(FOLDER)) != str(FOLDER)
-    if not current_platform.is_cuda() or of_user or kernel_config.moe_backend != "auto":
+    model's FP8 experts on this GPU. Does nothing without an NVIDIA GPU, if the user named a
+    backend, and where `may_replace_experts` says no."""
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not current_platform.is_cuda() or vllm_config.kernel_config.moe_backend != "auto":
         return
     experts = getattr(model_config.hf_text_config, "num_experts", None)
     if not experts or not _is_fp8_by_channel(model_config.hf_config):
         return
+    if not may_replace_experts(vllm_config, folder):
+        return
+    from vllm_dllm.compat.experts import name_tiles_file  # takes seconds
+
     width = model_config.hf_text_config.moe_intermediate_size
-    width //= vllm_config.parallel_config.tensor_parallel_size
-    gpu = current_platform.get_device_name().replace(" ", "_")
-    if (FOLDER / f"E={experts},N={width},device_name={gpu},dtype=fp8_w8a8.json").exists():
-        kernel_config.moe_backend = "triton"
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    ranks *= parallel.prefill_context_parallel_size
+    if parallel.enable_expert_parallel:
+        experts //= ranks
+    else:
+        width //= ranks
+    if (FOLDER / name_tiles_file(experts, width, "fp8_w8a8")).exists():
+        vllm_config.kernel_config.moe_backend = "triton"
         logger.info(
-            "Experts run vLLM's Triton kernel (--moe-backend triton), with tile sizes for "
-            "canvases that were measured on such a GPU."
+            "Experts run vLLM's Triton kernel (--moe-backend triton), with tile sizes for canvases "
+            "that were measured on such a GPU."
         )
 
 

@@ -197,12 +197,11 @@ def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     variable of the environment, and run the kernel that has them. Does nothing for `stock`."""
     if extension.kernel_choice == "stock":
         return
-    tiles.prefer_tuned_kernel(vllm_config)
+    own = tiles.FOLDER
     if extension.kernel_choice == "measured":
-        # The folder is empty before the first start has measured.
-        tiles.set_tuned_config_folder(folder.result_folder(vllm_config))
-    else:
-        tiles.set_tuned_config_folder()
+        own = folder.result_folder(vllm_config)  # empty before the first start has measured
+    tiles.prefer_tuned_kernel(vllm_config, own)
+    tiles.set_tuned_config_folder(own)
 
 
 def set_attention_backend(vllm_config: VllmConfig) -> None:

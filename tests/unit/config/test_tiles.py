@@ -3,6 +3,7 @@ asks about."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,13 @@ FP8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
 NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group"}
 
 
-def config(weights: dict[str, Any] | None = FP8, ranks: int = 1, backend: str = "auto") -> Any:
+def config(
+    weights: dict[str, Any] | None = FP8,
+    ranks: int = 1,
+    replicas: int = 1,
+    splits_experts: bool = False,
+    backend: str = "auto",
+) -> Any:
     quantization = None if weights is None else {"config_groups": {"group_0": {"weights": weights}}}
     return SimpleNamespace(
         kernel_config=SimpleNamespace(moe_backend=backend),
@@ -74,7 +81,12 @@ def config(weights: dict[str, Any] | None = FP8, ranks: int = 1, backend: str = 
             hf_config=SimpleNamespace(quantization_config=quantization),
             hf_text_config=SimpleNamespace(num_experts=EXPERTS, moe_intermediate_size=WIDTH),
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks,
+            data_parallel_size=replicas,
+            prefill_context_parallel_size=1,
+            enable_expert_parallel=splits_experts,
+        ),
     )
 
 
@@ -94,9 +106,11 @@ def test_fp8_experts_run_the_kernel_that_has_tiles() -> None:
         config(None),
         config(FP8 | {"strategy": "tensor"}),
         config(ranks=2),
+        config(replicas=2),
+        config(ranks=2, splits_experts=True),
         config(backend="cutlass"),
     ],
-    ids=["NVFP4", "bf16", "FP8 by tensor", "another width", "the user's"],
+    ids=["NVFP4", "bf16", "FP8 by tensor", "half", "half, DP", "half, EP", "the user's"],
 )
 def test_other_experts_keep_their_kernel(given: Any) -> None:
     before = given.kernel_config.moe_backend
@@ -108,8 +122,12 @@ def test_other_gpus_and_tiles_of_the_user_keep_vllm_s_kernel(
 ) -> None:
     monkeypatch.setenv(tiles.VARIABLE, "/mine")
     assert backend_of(config()) == "auto"
+    own = config()
+    tiles.prefer_tuned_kernel(own, Path("/mine"))
+    assert own.kernel_config.moe_backend == "triton", "the folder of this server's measurements"
     monkeypatch.delenv(tiles.VARIABLE)
     monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "NVIDIA A100")
+    forget()
     assert backend_of(config()) == "auto"
     dense = config()
     dense.model_config.hf_text_config = SimpleNamespace()
@@ -126,3 +144,13 @@ def test_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
     tiles.set_tuned_config_folder()
     assert tiles.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "cutlass"])
+def test_a_kernel_that_the_user_named_is_not_replaced(backend: str) -> None:
+    assert tiles.may_replace_experts(config(backend=backend)) == (backend != "cutlass")
+
+
+def test_batch_invariant_steps_keep_vllm_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    assert not tiles.may_replace_experts(config()) and backend_of(config()) == "auto"

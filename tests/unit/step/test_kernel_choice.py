@@ -39,6 +39,7 @@ class Start:
             diffusion_config=SimpleNamespace(canvas_length=256),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
             attention_config=SimpleNamespace(flash_attn_version=None),
+            kernel_config=SimpleNamespace(moe_backend="auto"),
             model_config=SimpleNamespace(
                 architecture="DiffusionGemmaForBlockDiffusion", dtype=None, max_model_len=4096
             ),
@@ -96,10 +97,30 @@ def test_the_second_start_measures_nothing(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("choice", "used"), [("shipped", [shipped_few_rows()]), ("stock", [])])
-def test_nobody_else_measures(start: Start, choice: str, used: list[Any]) -> None:
+def test_nobody_else_measures(
+    start: Start, monkeypatch: pytest.MonkeyPatch, choice: str, used: list[Any]
+) -> None:
+    monkeypatch.delenv(VARIABLE)
     start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
     start.run()
     assert start.timed == [] and start.used == used and not start.path.exists()
+
+
+@pytest.mark.parametrize("choice", ["shipped", "measured"])
+def test_batch_invariant_steps_keep_vllm_s_kernels(
+    start: Start, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    monkeypatch.setattr(kernel_choice, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
+    start.run()
+    assert start.timed == [] and start.used == []
+
+
+def test_experts_that_the_user_chose_are_not_replaced(start: Start) -> None:
+    """`VARIABLE` is the user's."""
+    start.config.additional_config = {"vllm_dllm": {"kernel_choice": "shipped"}}
+    start.run()
+    assert start.used == []
 
 
 def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:

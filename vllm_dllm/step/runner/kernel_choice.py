@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -17,7 +18,7 @@ from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.compat.experts import clear_tiles_cache
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.tiles import VARIABLE, shipped_few_rows
+from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_few_rows
 from vllm_dllm.measured import few_rows, folder, tiles
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
@@ -30,14 +31,18 @@ CANVASES = (1, 8, 32)  # how many canvases the timed steps have
 def choose_kernels(
     vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
 ) -> None:
-    """Makes layers run the kernels that `kernel_choice` asks for. If it is "measured", the first
-    rank times them, unless an earlier start stored its measurements, and all ranks use what it
-    found. Called when the KV cache is there and before graphs are captured."""
+    """Makes layers run the kernels that `kernel_choice` asks for. "shipped": experts run ours where
+    `few_rows.json` says so, unless the user chose otherwise (`may_replace_experts`). "measured":
+    the first rank times kernels, unless an earlier start stored its measurements, and all ranks use
+    what it found. "stock", and either under `VLLM_BATCH_INVARIANT`: nothing changes. Called when
+    the KV cache is there and before graphs are captured."""
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+    if extension.kernel_choice == "stock" or envs.VLLM_BATCH_INVARIANT:
+        return
     if extension.kernel_choice == "shipped":
-        with set_current_vllm_config(vllm_config):
-            few_rows.install_kernels(model.modules(), shipped_few_rows())
-    if extension.kernel_choice != "measured":
+        if may_replace_experts(vllm_config):
+            with set_current_vllm_config(vllm_config):
+                few_rows.install_kernels(model.modules(), shipped_few_rows())
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()
     known = found = folder.read_result(path)

@@ -42,12 +42,11 @@ class CanvasWorker(Worker):
         """Loads the model, starts to compile attention, and restricts prompt log-probabilities to
         rows of prompts."""
         super().load_model(**kwargs)
-        if self.vllm_config.kernel_config.enable_jit_warmup:
-            self._compiler = compile_ahead(
-                self.vllm_config,
-                self.vllm_config.compilation_config.static_forward_context.values(),
-                has_images=self.model_runner.supports_mm_inputs,
-            )
+        self._compiler = compile_ahead(
+            self.vllm_config,
+            self.vllm_config.compilation_config.static_forward_context.values(),
+            has_images=self.model_runner.supports_mm_inputs,
+        )
         if self._compiler is not None:
             call_before_graphs(self.model_runner, self._compiler.wait)
         restrict_prompt_logprobs(self.model_runner)
