@@ -31,6 +31,7 @@ from vllm_dllm.serving_config.checks import (
     check_token_budget,
     check_weight_files,
 )
+from vllm_dllm.serving_config.experts import prefer_tuned_kernel
 from vllm_dllm.serving_config.images import prepare_images
 from vllm_dllm.serving_config.steps import (
     FEWEST_REQUESTS,
@@ -200,7 +201,7 @@ def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     own = tiles.FOLDER
     if extension.kernel_choice == "measured":
         own = folder.result_folder(vllm_config)  # empty before the first start has measured
-    tiles.prefer_tuned_kernel(vllm_config, own)
+    prefer_tuned_kernel(vllm_config, own)
     tiles.set_tuned_config_folder(own)
 
 
