@@ -67,15 +67,13 @@ class FlashAttention:
     ) -> None:
         """Writes attention's result to `output`, by flags where they suffice, else by masks. Keeps
         the chunks of masks in `metadata.chunks` for later layers with the same window."""
+        step = (
+            *(query, key_cache, value_cache, metadata.block_table),
+            *(metadata.query_start_loc, metadata.seq_lens, metadata.causal),
+        )
         if self.has_flags and metadata.spans is None:
             attend_by_flags(
-                query,
-                key_cache,
-                value_cache,
-                metadata.block_table,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                metadata.causal,
+                *step,
                 output=output,
                 scale=scale,
                 softcap=softcap,
@@ -88,13 +86,7 @@ class FlashAttention:
 
         chunks = metadata.chunks
         chunks[window_left] = fa4_fwd.attention(
-            query,
-            key_cache,
-            value_cache,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.causal,
+            *step,
             symmetric=metadata.symmetric,
             spans=metadata.spans,
             output=output,
