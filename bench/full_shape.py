@@ -309,6 +309,8 @@ def main() -> None:
         engines = started(commands(args, folder), begun + args.start_by, args.out)
         with engines as (alive, results):
             report["results"] = results
+            if args.turn:
+                args.turn.with_name(f"{args.turn.name}-ready").touch()
             while args.turn and not args.turn.exists():
                 time.sleep(0.2)
             for _ in measure_all(alive, results, args, begun + args.end_by):

@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from bench.harness import ROOT
@@ -55,13 +56,18 @@ class Lease:
         for stage in stages:
             if stage.early and not self.rehearsing:
                 threading.Thread(target=self._start_early, args=(stage, running)).start()
-        for stage in stages:
+        for stage, following in pairwise([*stages, None]):
+            assert stage is not None
             if not self.wait_for(stage):
                 self.say(stage.name, f"left out: {', '.join(stage.needs)} did not come")
                 continue
             while stage.early and not self.rehearsing and stage.name not in running:
                 time.sleep(0.2)
             found = running.get(stage.name) or Running(self, stage)
+            if stage.with_next and following and not self.rehearsing:
+                running[following.name] = Running(self, following)
+            if stage.early and not self.rehearsing:
+                wait_until_ready(running.values())
             limit = REHEARSAL_LIMIT if self.rehearsing else stage.limit
             if found.end_by(time.monotonic() + limit):
                 (self.out / "done" / stage.name).touch()
@@ -90,7 +96,8 @@ class Running:
     def __init__(self, lease: Lease, stage: Stage) -> None:
         self.lease, self.stage = lease, stage
         self.turn = lease.out / "done" / f".turn-{stage.name}"
-        self.turn.unlink(missing_ok=True)
+        for file in lease.out.glob(f"done/{self.turn.name}*"):
+            file.unlink()
         command = stage.small if lease.rehearsing else stage.command
         if command[0] in ("bench.full_shape", "bench.lease.serve"):
             command = [*command, "--out", str(lease.out / stage.name)]
@@ -116,6 +123,13 @@ class Running:
             if line := line.rstrip():
                 self.lease.say(self.stage.name, line)
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether its engines are."""
+        return not self.turn.with_name(f"{self.turn.name}-ready").exists() and (
+            self.process.poll() is None
+        )
+
     def end_by(self, until: float) -> bool:
         """Its turn has come: waits for its end until then, and ends it. Whether it did well."""
         self.turn.touch()
@@ -134,6 +148,12 @@ class Running:
         self.reader.join(TERM_S)
         self.lease.say(self.stage.name, verdict)
         return status == 0
+
+
+def wait_until_ready(stages: Iterable[Running]) -> None:
+    """Until no engine is starting: it would compute and compile beside one that is measured."""
+    while any(stage.is_starting for stage in stages):
+        time.sleep(0.2)
 
 
 def end_session(session: int) -> None:

@@ -49,7 +49,9 @@ def serve(
     options += ["--max-model-len", str(2 * tokens + CANVAS), "--max-num-seqs", str(most)]
     options += ["--diffusion-config", json.dumps({"canvas_length": CANVAS})]
     options += ["--worker-extension-cls", "bench.even_routing.EvenProbe"]
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():  # beside other engines: what is free now is not its own
+        options += ["--kv-cache-memory-bytes", "8G", "--gpu-memory-utilization", "0.25"]
+    else:
         options += ["--kv-cache-memory-bytes", "1G", "--enforce-eager", "--dtype", "bfloat16"]
     environment = os.environ | {ROUTING: EVEN}
     return subprocess.Popen(
@@ -110,6 +112,8 @@ def main() -> None:
         try:
             wait_until_ready(server, port, args.start_by)
             print(json.dumps({"serve": args.scheme, "start_seconds": time.monotonic() - begun}))
+            if args.turn:
+                args.turn.with_name(f"{args.turn.name}-ready").touch()
             while args.turn and not args.turn.exists():
                 time.sleep(0.2)
             for at_once in args.concurrency:

@@ -25,6 +25,7 @@ class Stage:
     """Seconds that its engines take to start: they do so from the first stage on, and wait for
     their turn to measure."""
     needs: list[str] = field(default_factory=list)  # archives of the bundle
+    with_next: bool = False  # the next stage starts with this one
 
 
 def full_shape(scheme: str, cells: str, trace: str, *more: str) -> list[str]:
@@ -34,13 +35,12 @@ def full_shape(scheme: str, cells: str, trace: str, *more: str) -> list[str]:
 
 STAGES = [
     Stage(
-        "experts",
-        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8 as vLLM has it and with "
-        "swap_ab, Triton's default and our tiles, Marlin, bf16",
-        ["bench.lease.experts"],
-        ["bench.lease.experts"],
-        seconds=40,
-        limit=80,
+        "halves",
+        "a layer's experts and its dense half in FP8, one after the other and at once",
+        ["bench.lease.halves"],
+        ["bench.lease.halves"],
+        seconds=25,
+        limit=60,
     ),
     Stage(
         "fp8",
@@ -61,10 +61,11 @@ STAGES = [
         "serve",
         "`vllm serve` and `vllm bench serve` at 1 and 16 requests: random, 1,024 tokens in, 1,024 "
         "out, FP8, 16 fixed steps",
-        ["bench.lease.serve", "--start-by", "100"],
+        ["bench.lease.serve", "--start-by", "330"],
         ["bench.lease.serve", "--shape", "small", "--tokens", "256", "--concurrency", "1", "2"],
-        seconds=130,
-        limit=180,
+        seconds=50,
+        limit=100,
+        early=170,
         needs=["dsl"],
     ),
     Stage(
@@ -88,15 +89,17 @@ STAGES = [
         ["bench.lease.shipped"],
         ["bench.lease.shipped", "--rows", "4"],
         seconds=100,
-        limit=160,
+        limit=240,
+        with_next=True,
     ),
     Stage(
         "kernels",
         "tests of all kernels, against float64 and their definitions",
         ["bench.lease.kernel_tests", *KERNELS],
         ["bench.lease.kernel_tests", "tests/unit/step/test_settle_triton.py", "--at-once", "2"],
-        seconds=150,
-        limit=200,
+        seconds=100,
+        limit=240,
+        with_next=True,
     ),
     Stage(
         "one-step",
@@ -109,6 +112,30 @@ STAGES = [
     ),
 ]
 MORE = [  # that run if they are asked for by name
+    Stage(
+        "experts",
+        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8 as vLLM has it and with "
+        "swap_ab, Triton's default and our tiles, Marlin, bf16",
+        ["bench.lease.experts"],
+        ["bench.lease.experts"],
+        seconds=40,
+        limit=80,
+    ),
+    Stage(
+        "fp8-again",
+        "ours in FP8 with what an earlier start has left in vLLM's caches: settings of the "
+        "environment tell such starts apart",
+        full_shape(
+            "fp8-dynamic",
+            "1x128 16x128 32x128 1x32768",
+            "1x128",
+            *("--systems", "vllm-dllm", "--kv-cache-gib", "9", "--start-by", "110"),
+        ),
+        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm"],
+        seconds=80,
+        limit=130,
+        needs=["dsl"],
+    ),
     Stage(
         "fp8-measured",
         "ours in FP8, which times its kernels first (`kernel_choice`)",

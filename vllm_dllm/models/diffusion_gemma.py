@@ -21,6 +21,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.compat.concurrent_experts import run_experts_beside_mlp
 from vllm_dllm.models import video_frames, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights, describe_non_finite
 from vllm_dllm.models.image_processor import (
@@ -100,6 +101,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             )
         with use_window_rules(vllm_config.attention_config):
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        run_experts_beside_mlp(self.model.layers, vllm_config)
         self.lm_head = ParallelLMHead(
             num_embeddings=text_config.vocab_size,
             embedding_dim=text_config.hidden_size,

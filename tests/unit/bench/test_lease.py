@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,51 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(
     assert "slow: FAILED: its time is up" in log and "next: done" in log
     (left,) = [int(line.rpartition(" ")[2]) for line in log.splitlines() if line[-1].isdigit()]
     wait_for(lambda: not is_running(left), "the end of what the stage has started")
+
+
+ENGINE = """
+import pathlib, time
+turn = pathlib.Path({folder!r}) / "out/done/.turn-{name}"
+time.sleep({seconds})
+turn.with_name(turn.name + "-ready").touch()
+while not turn.exists():
+    time.sleep(0.05)
+print("in turn", all((turn.parent / f".turn-{{each}}-ready").exists() for each in {others}))
+"""
+
+
+def test_nothing_is_measured_while_an_engine_starts(lease: Lease, tmp_path: Path) -> None:
+    others = ["quick", "slow"]
+    programs = {
+        name: ENGINE.format(folder=str(tmp_path), name=name, seconds=seconds, others=others)
+        for name, seconds in (("quick", 0), ("slow", 3))
+    }
+    write(tmp_path, **programs)
+    lease.run([stage("quick", early=1), stage("slow", early=3)])
+    log = (lease.out / "lease.log").read_text()
+    assert log.count("in turn True") == 2 and log.count(": done") == 2
+
+
+def test_an_engine_that_ends_keeps_nobody_waiting(lease: Lease, tmp_path: Path) -> None:
+    program = ENGINE.format(folder=str(tmp_path), name="quick", seconds=0, others=["quick"])
+    write(tmp_path, quick=program, broken="raise SystemExit(1)")
+    lease.run([stage("quick", early=1), stage("broken", early=1)])
+    log = (lease.out / "lease.log").read_text()
+    assert "quick: done" in log and "broken: FAILED, status 1" in log
+
+
+def test_stages_that_only_check_run_at_once(lease: Lease, tmp_path: Path) -> None:
+    meet = """
+import pathlib, time
+here, other = pathlib.Path({folder!r}) / "{name}", pathlib.Path({folder!r}) / "{other}"
+here.touch()
+while not other.exists():
+    time.sleep(0.05)
+"""
+    for name, other in (("one", "two"), ("two", "one")):
+        write(tmp_path, **{name: meet.format(folder=str(tmp_path), name=name, other=other)})
+    lease.run([replace(stage("one", limit=20), with_next=True), stage("two", limit=20)])
+    assert (lease.out / "lease.log").read_text().count(": done") == 2
 
 
 def test_a_second_call_leaves_out_what_is_done(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""Experts beside the dense MLP: nothing reads their result too early or changes what they read."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_dllm.compat import concurrent_experts
+from vllm_dllm.compat.concurrent_experts import ConcurrentLayer
+
+HIDDEN, EXPERTS, TOKENS = 32, 4, 7
+
+
+class LateExperts:
+    """A second stream that computes as late as it may: when the first one waits for it. Until then
+    its result is not a number."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[torch.Tensor, ...]] = []
+        self.announced = self.awaited = 0
+
+    def begin(self) -> None:
+        self.announced += 1
+
+    def start(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        assert self.announced == self.awaited + 1
+        result = torch.full_like(rows, float("nan"))
+        self.begun.append((rows, logits, result))
+        return result
+
+    def wait(self) -> None:
+        (rows, logits, result) = self.begun.pop()
+        result.copy_(compute_experts(rows, logits))
+        self.awaited += 1
+
+
+late = LateExperts()
+
+
+def compute_experts(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(rows) * logits.softmax(-1).amax(-1, keepdim=True)
+
+
+def experts_at_once(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return compute_experts(rows, logits)
+
+
+def experts_late(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return late.start(rows, logits)
+
+
+for name, run in (("at_once", experts_at_once), ("late", experts_late)):
+    direct_register_custom_op(
+        f"vllm_dllm_test_experts_{name}",
+        run,
+        fake_impl=lambda rows, logits: torch.empty_like(rows),
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.out(hidden_states)
+
+
+class Layer(nn.Module):
+    """What either forward reads of a layer."""
+
+    enable_moe_block = True
+    per_layer_input_gate = None
+
+    def __init__(self, forward: Callable[..., Any], experts: Callable[..., Any]) -> None:
+        super().__init__()
+        self._forward, self.experts = forward, experts
+        self.self_attn, self.router = Attention(), nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 64), nn.GELU(), nn.Linear(64, HIDDEN))
+        for norm in (
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+            "pre_feedforward_layernorm_2", "post_feedforward_layernorm",
+            "post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
+        ):  # fmt: skip
+            setattr(self, norm, nn.RMSNorm(HIDDEN))
+            nn.init.uniform_(getattr(self, norm).weight)
+        self.register_buffer("layer_scalar", torch.full((1,), 0.7))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(len(hidden_states))
+        found: torch.Tensor = self._forward(self, positions, hidden_states, None)[0]
+        return found
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
+    monkeypatch.setattr(concurrent_experts, "_beside", late)
+    late.announced = late.awaited = 0
+
+    def build(forward: Callable[..., Any], experts: Callable[..., Any]) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Layer(forward, experts) for _ in range(3)))
+
+    return build
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_a_layer_with_late_experts_equals_the_stock_layer(
+    stack: Callable[..., nn.Module], compiled: bool
+) -> None:
+    ops = torch.ops.vllm
+    stock = stack(Gemma4DecoderLayer.forward, ops.vllm_dllm_test_experts_at_once)
+    ours = stack(ConcurrentLayer.forward, ops.vllm_dllm_test_experts_late)
+    states = torch.randn(TOKENS, HIDDEN)
+    if compiled:
+        stock, ours = (torch.compile(each, fullgraph=True) for each in (stock, ours))
+    expected, found = stock(states), ours(states)
+    assert late.awaited == 3 and not late.begun
+    if compiled:  # fusions may round in another order
+        torch.testing.assert_close(found, expected)
+    else:
+        assert torch.equal(found, expected)
+
+
+class Stream:
+    """Notes what is done to it, and which one is current."""
+
+    current: "Stream"
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        stream.notes.append(f"{stream.name} records")
+
+    def wait(self, stream: Stream) -> None:
+        stream.notes.append(f"{stream.name} waits")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    Stream.current, second = Stream("first", found), Stream("second", found)
+
+    @contextmanager
+    def use(stream: Stream) -> Any:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    make_context: Callable[[Stream], AbstractContextManager[None]] = use
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", make_context)
+    monkeypatch.setattr(concurrent_experts, "aux_stream", lambda: second)
+    monkeypatch.setattr(concurrent_experts, "current_stream", lambda: Stream.current)
+    monkeypatch.setenv("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "256")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_awaited", "expected"),
+    [
+        (256, True, ["first records", "second waits", "second runs", "second records"]),
+        (257, True, ["first runs"]),
+        (256, False, ["first runs"]),
+    ],
+)
+def test_few_tokens_that_are_awaited_run_on_the_second_stream(
+    notes: list[str], tokens: int, is_awaited: bool, expected: list[str]
+) -> None:
+    beside = concurrent_experts._Beside()
+
+    def run(states: torch.Tensor, logits: None) -> torch.Tensor:
+        notes.append(f"{Stream.current.name} runs")
+        return states
+
+    states = torch.zeros(tokens, 1)
+    for _ in range(2):  # layers, one after the other
+        if is_awaited:
+            beside.begin()
+        assert beside.wrap(run)(states, None) is states
+        beside.wait()
+    waits = ["first waits"] if len(expected) > 1 else []
+    assert notes == 2 * (expected + waits)

@@ -1,0 +1,145 @@
+"""Gemma's layers with their experts beside their dense MLP, on another CUDA stream.
+
+Both halves read the residual, and neither reads the other. In a step of one canvas the experts wait
+for memory, and a dozen of their kernels are too small to fill a GPU: routing, sorting, quantising.
+The dense half fits in between. vLLM does this with shared experts, which are added to the routed
+ones at once. Gemma's halves have a norm each before the sum.
+
+vLLM's own settings apply: VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD is the largest number of
+tokens for which halves run at once, VLLM_DISABLE_SHARED_EXPERTS_STREAM keeps one stream.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import aux_stream, current_stream, direct_register_custom_op
+
+
+def run_experts_beside_mlp(layers: Iterable[Any], vllm_config: VllmConfig) -> None:
+    """Makes Gemma's layers among `layers` launch their experts on a second stream of the GPU.
+
+    Layers keep vLLM's order on other devices, where a user wants one stream, and where ranks share
+    a layer: the sum over ranks would have to wait, too.
+    """
+    shared = vllm_config.parallel_config.world_size_across_dp > 1
+    if not current_platform.is_cuda() or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM or shared:
+        return
+    for layer in layers:
+        is_mixture = isinstance(layer, Gemma4DecoderLayer) and layer.enable_moe_block
+        if is_mixture and layer.per_layer_input_gate is None:
+            layer.__class__ = ConcurrentLayer
+            layer.experts._forward_impl = _beside.wrap(layer.experts._forward_impl)
+
+
+class ConcurrentLayer(Gemma4DecoderLayer):
+    """The stock layer, with its experts launched before the dense MLP and awaited after it."""
+
+    def forward(
+        self,
+        positions: torch.Tensor,  # [T]
+        hidden_states: torch.Tensor,  # [T, H]
+        residual: torch.Tensor | None,
+        per_layer_input: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Returns the next layer's hidden states [T, H], to the bit what the stock layer does."""
+        attended = self.self_attn(
+            positions=positions, hidden_states=self.input_layernorm(hidden_states), **kwargs
+        )
+        residual = self.post_attention_layernorm(attended) + hidden_states
+
+        expert_rows = self.pre_feedforward_layernorm_2(residual)
+        dense_rows = self.pre_feedforward_layernorm(residual)
+        router_logits = self.router(residual)
+        torch.ops.vllm.vllm_dllm_begin_experts(expert_rows)
+        mixed = self.experts(expert_rows, router_logits)
+        torch.ops.vllm.vllm_dllm_begin_mlp(dense_rows, mixed)
+        dense = self.mlp(dense_rows)
+        torch.ops.vllm.vllm_dllm_await_experts(mixed, dense, expert_rows, router_logits)
+
+        halves = self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(mixed)
+        return (self.post_feedforward_layernorm(halves) + residual) * self.layer_scalar, None
+
+
+class _Beside:
+    """What runs on the second stream. Layers run one after the other, so two events are enough."""
+
+    def __init__(self) -> None:
+        self._is_awaited = self._is_running = False
+
+    @cached_property
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """When the experts' input is ready, and when their result is."""
+        return torch.cuda.Event(), torch.cuda.Event()
+
+    def begin(self) -> None:
+        """Says that the caller of the next experts calls `wait` before it reads their result. A
+        compiled graph of stock layers, kept since an earlier start, does not say so."""
+        self._is_awaited = True
+
+    def wrap(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Returns `run`, which gets hidden states [T, H] first. It runs on the second stream if
+        they are few and its result is awaited."""
+
+        def beside(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+            """Returns at once; what it returns can be read after `wait`."""
+            is_awaited, self._is_awaited = self._is_awaited, False
+            few = len(hidden_states) <= envs.VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+            if not is_awaited or not few:
+                return run(hidden_states, *rest)
+            stream = aux_stream()
+            assert stream is not None
+            ready, done = self._events
+            ready.record(current_stream())
+            with torch.cuda.stream(stream):
+                ready.wait(stream)
+                found = run(hidden_states, *rest)
+                done.record(stream)
+            self._is_running = True
+            return found
+
+        return beside
+
+    def wait(self) -> None:
+        """Makes the current stream wait for what runs on the second one, if anything does."""
+        if self._is_running:
+            self._events[1].wait(current_stream())
+            self._is_running = False
+
+
+_beside = _Beside()
+
+
+def _begin_experts(expert_rows: torch.Tensor) -> None:
+    """Says that the experts of `expert_rows` are awaited. The compiler takes it for a change of
+    them, and so leaves it before the experts."""
+    _beside.begin()
+
+
+def _begin_mlp(dense_rows: torch.Tensor, mixed: torch.Tensor) -> None:
+    """Launches nothing. The compiler takes it for a change of `dense_rows` that needs `mixed`, and
+    so leaves the dense half behind the launch of the experts."""
+
+
+def _await_experts(
+    mixed: torch.Tensor, dense: torch.Tensor, expert_rows: torch.Tensor, router_logits: torch.Tensor
+) -> None:
+    """Makes the current stream wait for the experts' result, `mixed`. The others are named so that
+    the compiler leaves `dense` before, and the memory of what the experts read alone until
+    then."""
+    _beside.wait()
+
+
+def _nothing(*tensors: torch.Tensor) -> None:
+    """What the compiler traces in place of each."""
+
+
+direct_register_custom_op("vllm_dllm_begin_experts", _begin_experts, ["expert_rows"], _nothing)
+direct_register_custom_op("vllm_dllm_begin_mlp", _begin_mlp, ["dense_rows"], _nothing)
+direct_register_custom_op("vllm_dllm_await_experts", _await_experts, ["mixed"], _nothing)
