@@ -15,7 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 
 from bench.harness import ROOT
@@ -56,8 +56,7 @@ class Lease:
         for stage in stages:
             if stage.early and not self.rehearsing:
                 threading.Thread(target=self._start_early, args=(stage, running)).start()
-        for stage, following in pairwise([*stages, None]):
-            assert stage is not None
+        for stage, following in zip_longest(stages, stages[1:]):
             if not self.wait_for(stage):
                 self.say(stage.name, f"left out: {', '.join(stage.needs)} did not come")
                 continue
