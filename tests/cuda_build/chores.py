@@ -165,7 +165,7 @@ def try_tiles(
     compiled."""
     from vllm_dllm.compat import experts
     from vllm_dllm.measured import few_rows
-    from vllm_dllm.measured.tiles import shipped_tiles
+    from vllm_dllm.measured.tiles import all_shipped_tiles
 
     engine = Engine(
         device,
@@ -191,7 +191,7 @@ def try_tiles(
         if experts.has_tunable_tiles(layer):
             assert experts.tiles_in_use(layer, rows)["BLOCK_SIZE_M"] > 0
             shapes += [
-                experts.run_with_tiles(layer, tiles, states).shape for tiles in shipped_tiles()
+                experts.run_with_tiles(layer, tiles, states).shape for tiles in all_shipped_tiles()
             ]
     return found | {
         "layers": len(layers),

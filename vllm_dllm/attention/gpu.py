@@ -182,10 +182,11 @@ def choose_versions(layer: LayerKind, kv_cache_dtype: str) -> tuple[Choice, Flas
     if asked_for == 4:
         choice, why = Choice(((0, "fa4"),)), "--attention-config.flash_attn_version 4"
     elif asked_for is None:
-        times = load_times(config)
-        chosen = times and times.choose(layer, config.model_config.max_model_len)
-        choice = chosen or triton
-        why = f"measured on an {times.gpu}" if times and chosen else "no measured times"
+        why = "no measured times"
+        for times in load_times(config):
+            if chosen := times.choose(layer, config.model_config.max_model_len):
+                choice, why = chosen, f"measured on an {times.gpu}"
+                break
     fa4: FlashAttention | None = None
     if choice != triton:
         found = find_flash_attention(layer, config.model_config.dtype, kv_cache_dtype)
@@ -218,20 +219,17 @@ def find_flash_attention(
     return FlashAttention.find(case, layer.has_window)
 
 
-def load_times(config: VllmConfig) -> Times | None:
-    """Returns the times of attention that the setting `kernel_choice` selects: those this server
-    measured, or else those shipped for such a GPU. Returns None if no times are known or the
-    setting is "stock"."""
+def load_times(config: VllmConfig) -> list[Times]:
+    """Returns the times of attention that the setting `kernel_choice` selects, those that count
+    first: this server's, which may lack kinds of layers, and those shipped for such a GPU. Returns
+    none if the setting is "stock"."""
     choice = ExtensionConfig.from_additional_config(config.additional_config).kernel_choice
     if choice == "stock":
-        return None
-    if (
-        choice == "measured"
-        and (found := folder.read_result(folder.result_folder(config))) is not None
-    ):
-        return Times.from_json(found)
+        return []
+    found = folder.read_result(folder.result_folder(config)) if choice == "measured" else None
     capability = current_platform.get_device_capability()
-    return Times.shipped((capability.major, capability.minor))
+    shipped = Times.shipped((capability.major, capability.minor))
+    return [times for times in (found and Times.from_json(found), shipped) if times]
 
 
 class GpuCanvasBackend(TritonAttentionBackend):

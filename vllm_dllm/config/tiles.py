@@ -10,11 +10,16 @@ many rows; 0 means vLLM's kernel.
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
+
+logger = init_logger(__name__)
 
 FOLDER = Path(__file__).parent / "tuned"
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
@@ -23,9 +28,26 @@ FEW_ROWS = "few_rows.json"
 
 def set_tuned_config_folder(folder: Path = FOLDER) -> None:
     """Makes this process and its children read tile sizes from `folder`, by `VARIABLE` in the
-    environment. Does nothing if that is set already, or without an NVIDIA GPU. Repeatable."""
-    if current_platform.is_cuda():
-        os.environ.setdefault(VARIABLE, str(folder))
+    environment. Does nothing if that is set already, or without an NVIDIA GPU. Repeatable.
+
+    A folder of this server's gets the files that we ship and it lacks. If it cannot be written,
+    `FOLDER` is read.
+    """
+    if not current_platform.is_cuda() or VARIABLE in os.environ:
+        return
+    try:
+        for file in FOLDER.glob("E=*.json") if folder != FOLDER else ():
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / file.name).exists():
+                partial = folder / f".{file.name}.{os.getpid()}"
+                shutil.copy(file, partial)
+                partial.replace(folder / file.name)
+    except OSError as error:
+        logger.warning(
+            "Cannot keep tile sizes in %s: %s. Those that we ship are read.", folder, error
+        )
+        folder = FOLDER
+    os.environ[VARIABLE] = str(folder)
 
 
 def may_replace_experts(vllm_config: VllmConfig, folder: Path = FOLDER) -> bool:
@@ -36,6 +58,13 @@ def may_replace_experts(vllm_config: VllmConfig, folder: Path = FOLDER) -> bool:
     is_ours = os.environ.get(VARIABLE, str(FOLDER)) in (str(FOLDER), str(folder))
     backend = vllm_config.kernel_config.moe_backend
     return is_ours and backend in ("auto", "triton") and not envs.VLLM_BATCH_INVARIANT
+
+
+def shipped_tiles(file: str) -> dict[str, Any]:
+    """Returns the tile sizes in the file that we ship by this name. Returns none if we ship no such
+    file."""
+    path = FOLDER / file
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def shipped_few_rows() -> dict[str, dict[str, int]]:

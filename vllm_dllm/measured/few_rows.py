@@ -13,6 +13,8 @@ from vllm_dllm.experts.definition import Assignment, Experts
 
 Sizes = dict[str, int]
 """Sizes of blocks by the rows of a step, which are strings as in JSON; 0 means vLLM's kernel."""
+SizesOf = Mapping[str, Sizes]
+"""By vLLM's name of the file of a layer's tiles."""
 
 
 def block_size(layer: Any, num_tokens: int) -> int:
@@ -38,15 +40,14 @@ def run_layer(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
         experts.set_expert_kernel(layer, None)
 
 
-def install_kernels(modules: Iterable[Any], sizes: Mapping[str, Sizes]) -> None:
+def install_kernels(modules: Iterable[Any], sizes: SizesOf) -> None:
     """Makes layers run our kernel in steps for which it was faster, and compiles it now, so that no
-    request waits for that. Layers that it cannot run keep vLLM's. `sizes`: by vLLM's name of the
-    file of a layer's tiles. A step runs what was fastest for the nearest timed number of rows, as
-    vLLM picks tiles."""
+    request waits for that. Layers that it cannot run keep vLLM's. A step runs what was fastest for
+    the nearest timed number of rows, as vLLM picks tiles."""
     compiled = set()
     for layer in experts.find_expert_layers(modules):
         file = experts.tiles_file_name(layer)
-        if file not in sizes or not block_size(layer, num_tokens=1):
+        if not any(sizes.get(file, {}).values()) or not block_size(layer, num_tokens=1):
             continue
         if file not in compiled:
             weight = layer.w2_weight

@@ -25,10 +25,11 @@ IN_USE, OURS = "those in use", "ours"
 
 
 class FastestExperts(NamedTuple):
-    """What runs layers of experts fastest, by vLLM's name of the file of their tiles."""
+    """What runs layers of experts fastest, by vLLM's name of the file of their tiles. Layers and
+    numbers of rows that were not timed are left out."""
 
     tables: dict[str, Table]
-    ours: dict[str, Sizes]  # only of layers for which our kernel is faster at some size
+    ours: dict[str, Sizes]
     gains: list[str]  # how much is gained, in words for the log
 
 
@@ -59,7 +60,7 @@ def measure_experts(
                 tables[file][str(number)] = own_tiles[fastest(with_tiles)]
             if best != IN_USE:
                 gains.append(f"experts at {number:,} rows {found[IN_USE] / found[best]:.2f} times")
-    ours = {file: sizes for file, sizes in ours.items() if any(sizes.values())}
+    ours = {file: sizes for file, sizes in ours.items() if sizes}
     tables = {file: table for file, table in tables.items() if table}
     return FastestExperts(tables, ours, gains)
 
@@ -70,7 +71,7 @@ def _tiles_by_name(layer: Any, number: int) -> dict[str, dict[str, int]]:
     if not experts.has_tunable_tiles(layer):
         return {}
     in_use = experts.tiles_in_use(layer, number)
-    return {IN_USE: in_use, **{str(each): each for each in shipped_tiles() if each != in_use}}
+    return {IN_USE: in_use, **{str(each): each for each in all_shipped_tiles() if each != in_use}}
 
 
 def _candidates(
@@ -89,7 +90,7 @@ def _candidates(
     return candidates
 
 
-def shipped_tiles() -> list[dict[str, int]]:
+def all_shipped_tiles() -> list[dict[str, int]]:
     """Returns the tiles of all files that we ship, each once."""
     found: list[dict[str, int]] = []
     for path in sorted(tiles.FOLDER.glob("E=*.json")):

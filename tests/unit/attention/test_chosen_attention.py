@@ -156,12 +156,12 @@ def test_kernel_choice_says_whose_times_count(
     monkeypatch.setattr(gpu, "current_platform", platform)
     monkeypatch.setattr(folder, "result_folder", lambda _: tmp_path)
 
-    def known(choice: str) -> str | None:
+    def known(choice: str) -> list[str]:
         section = {"vllm_dllm": {"kernel_choice": choice}}
-        times = gpu.load_times(SimpleNamespace(additional_config=section))
-        return None if times is None else times.gpu
+        found = gpu.load_times(SimpleNamespace(additional_config=section))
+        return [times.gpu for times in found]
 
-    assert (known("stock"), known("shipped"), known("measured")) == (None, *2 * ["NVIDIA H200"])
+    assert (known("stock"), known("shipped"), known("measured")) == ([], *2 * [["NVIDIA H200"]])
     folder.write_json(tmp_path, folder.RESULT, {"gpu": "this GPU", "layers": []})
-    assert (known("stock"), known("shipped")) == (None, "NVIDIA H200")
-    assert known("measured") == "this GPU"
+    assert (known("stock"), known("shipped")) == ([], ["NVIDIA H200"])
+    assert known("measured") == ["this GPU", "NVIDIA H200"], "of kinds that it did not get to"

@@ -141,6 +141,32 @@ def test_the_user_s_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[tiles.VARIABLE] == "/mine"
 
 
+def test_this_server_s_folder_begins_with_what_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And keeps what was measured."""
+    shipped = list(tiles.FOLDER.glob("E=*.json"))
+    own = tmp_path / "kernels"
+    tiles.set_tuned_config_folder(own)
+    assert os.environ.pop(tiles.VARIABLE) == str(own)
+    assert {path.name for path in own.iterdir()} == {path.name for path in shipped}
+    assert all((own / path.name).read_text() == path.read_text() for path in shipped)
+    (own / shipped[0].name).write_text("{}")
+    tiles.set_tuned_config_folder(own)
+    assert (own / shipped[0].name).read_text() == "{}"
+
+
+def test_a_folder_that_cannot_be_written_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    warned: list[Any] = []
+    monkeypatch.setattr(tiles.logger, "warning", lambda *said: warned.append(said))
+    tiles.set_tuned_config_folder(file / "kernels")
+    assert os.environ[tiles.VARIABLE] == str(tiles.FOLDER) and len(warned) == 1
+
+
 def test_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
     tiles.set_tuned_config_folder()

@@ -1,5 +1,6 @@
 """Kernels are measured once for all starts on a machine, by the first rank, for all ranks."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_dllm.config import tiles
 from vllm_dllm.config.tiles import VARIABLE, shipped_few_rows
 from vllm_dllm.measured import folder
 from vllm_dllm.step.runner import kernel_choice
@@ -16,6 +18,9 @@ KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
 TABLES = {"E=4,N=2.json": {"256": {"BLOCK_SIZE_M": 16}}}
 OURS = {"E=4,N=2.json": {"256": 32, "2048": 0}}
+(SHIPPED_FILE, *_) = shipped_few_rows()
+USED = {**shipped_few_rows(), **OURS}
+"""What was not measured stays as shipped."""
 
 
 class Ranks:
@@ -93,7 +98,21 @@ def test_the_second_start_measures_nothing(start: Start) -> None:
     assert (start.path / "E=4,N=2.json").exists(), "where vLLM looks for it"
     start.run()
     assert len(start.timed) == 2 and start.forgot == 1
-    assert start.used == [OURS, OURS], "our experts compute in both"
+    assert start.used == [USED, USED], "our experts compute in both"
+
+
+def test_what_was_not_measured_stays_as_shipped(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer whose experts were timed with 256 rows alone."""
+    shipped = tiles.shipped_tiles(SHIPPED_FILE)
+    measured = {SHIPPED_FILE: {"256": {"BLOCK_SIZE_M": 16}}}
+    found = measured, {SHIPPED_FILE: {"256": 0}}, []
+    monkeypatch.setattr(kernel_choice.tiles, "measure_experts", lambda *_: found)
+    start.run()
+    assert start.used == [{**shipped_few_rows(), SHIPPED_FILE: {"256": 0, "512": 0}}]
+    kept = json.loads((start.path / SHIPPED_FILE).read_text())
+    assert kept == shipped | measured[SHIPPED_FILE] and len(kept) > 3
 
 
 @pytest.mark.parametrize(("choice", "used"), [("shipped", [shipped_few_rows()]), ("stock", [])])
@@ -127,7 +146,7 @@ def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:
     start.ranks(Ranks(is_first_rank=False, sent=FOUND))
     start.run()
     assert start.timed == [] and folder.read_result(start.path) == FOUND and start.forgot == 1
-    assert start.used == [OURS]
+    assert start.used == [USED]
 
 
 def test_what_the_user_chose_is_not_measured(start: Start, monkeypatch: Any) -> None:

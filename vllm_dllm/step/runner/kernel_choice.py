@@ -18,7 +18,7 @@ from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.compat.experts import clear_tiles_cache
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_few_rows
+from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_few_rows, shipped_tiles
 from vllm_dllm.measured import few_rows, folder, tiles
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
@@ -34,15 +34,14 @@ def choose_kernels(
     """Makes layers run the kernels that `kernel_choice` asks for. "shipped": experts run ours where
     `few_rows.json` says so, unless the user chose otherwise (`may_replace_experts`). "measured":
     the first rank times kernels, unless an earlier start stored its measurements, and all ranks use
-    what it found. "stock", and either under `VLLM_BATCH_INVARIANT`: nothing changes. Called when
-    the KV cache is there and before graphs are captured."""
+    what it found. What it did not get to stays as shipped. "stock", and either under
+    `VLLM_BATCH_INVARIANT`: nothing changes. Called when the KV cache is there and before graphs are
+    captured."""
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     if extension.kernel_choice == "stock" or envs.VLLM_BATCH_INVARIANT:
         return
     if extension.kernel_choice == "shipped":
-        if may_replace_experts(vllm_config):
-            with set_current_vllm_config(vllm_config):
-                few_rows.install_kernels(model.modules(), shipped_few_rows())
+        _install_few_rows(vllm_config, model, may_replace_experts(vllm_config), {})
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()
     known = found = folder.read_result(path)
@@ -56,7 +55,20 @@ def choose_kernels(
             for layer in _layers(vllm_config):
                 if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
                     layer.impl.choose_version()
-        few_rows.install_kernels(model.modules(), found["ours"])
+    _install_few_rows(vllm_config, model, may_replace_experts(vllm_config, path), found["ours"])
+
+
+def _install_few_rows(
+    vllm_config: VllmConfig, model: torch.nn.Module, as_shipped: bool, measured: few_rows.SizesOf
+) -> None:
+    """Makes experts run our kernel where it was faster on this GPU, by `measured`. Where nothing
+    was measured, `as_shipped` says whether `few_rows.json` decides."""
+    sizes = dict(shipped_few_rows()) if as_shipped else {}
+    for file, found in measured.items():
+        sizes[file] = sizes.get(file, {}) | found
+    if sizes:
+        with set_current_vllm_config(vllm_config):
+            few_rows.install_kernels(model.modules(), sizes)
 
 
 def _store(found: dict[str, Any], path: Path) -> bool:
@@ -64,7 +76,7 @@ def _store(found: dict[str, Any], path: Path) -> bool:
     they cannot be written, logs a warning and returns False."""
     try:
         for file, table in found["tiles"].items():
-            folder.write_json(path, file, table)
+            folder.write_json(path, file, shipped_tiles(file) | table)
         folder.write_json(path, folder.RESULT, found)
     except OSError as error:
         logger.warning("Cannot keep what was measured in %s: %s. It is not used.", path, error)
