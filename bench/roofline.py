@@ -5,10 +5,10 @@
 The parts of a step come from kernel timelines of 1 and of 16 requests, in
 `results/h200/timeline.json`: each takes a fixed time and one for every canvas. Experts take the
 time of their bytes, or of their products. Attention comes from kernels that were timed alone
-(`attention.json`). The model is first held against every step that was measured (`steps.json`),
-most of which it has not seen. Then it says what a step takes with even routing, which nobody has
-measured: as the code was, with attention and launches mended, and with experts as fast as a good
-kernel reads. The last line is JSON.
+(`attention.json`). The model is first held against every step of that day (`steps.json`), most of
+which it has not seen. Then it says what a step takes with even routing: as the code was, with
+attention and launches mended, and with experts as fast as a good kernel reads; beside it stands
+what was measured a day later (`steps_even.json`), with other kernels. The last line is JSON.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from bench.dummy_checkpoint import CANVAS, SHAPE_26B
 from bench.full_shape import LONGEST_CONTEXT, Cell, bar
+from bench.full_shape_engine import OURS, STOCK
 from bench.harness import ROOT
 
 RESULTS = ROOT / "bench" / "results" / "h200"
@@ -223,11 +224,24 @@ class Prediction(NamedTuple):
     scheme: str
     cell: str
     ms: dict[str, float]  # by system
+    measured: dict[str, float]  # ms, by system: `OURS`, and `STOCK` where it was run
     floor: float
     bar: float | None  # of stock's step
 
     def share(self, system: str) -> float:
         return self.ms[system] / self.ms["stock"]
+
+    @property
+    def measured_share(self) -> float | None:
+        """Of stock's step."""
+        return self.measured[OURS] / self.measured[STOCK] if STOCK in self.measured else None
+
+
+def measured_even(scheme: str, cell: Cell) -> dict[str, float]:
+    """ms of a step with even routing, by system."""
+    systems = results("steps_even.json")[scheme]["results"]
+    cells = {name: found["cells"].get(str(cell)) for name, found in systems.items()}
+    return {name: found["ms_per_step"]["median"] for name, found in cells.items() if found}
 
 
 def predictions() -> Iterator[Prediction]:
@@ -237,8 +251,8 @@ def predictions() -> Iterator[Prediction]:
             if scheme == "bf16" and cell.concurrency > 1:
                 continue
             ms = {system: sum(step(system, scheme, cell).values()) for system in SYSTEMS}
-            floor = floor_ms(scheme, cell)
-            yield Prediction(scheme, str(cell), ms, floor, bar(scheme, cell))
+            measured, floor = measured_even(scheme, cell), floor_ms(scheme, cell)
+            yield Prediction(scheme, str(cell), ms, measured, floor, bar(scheme, cell))
 
 
 def prefill_ms() -> dict[str, float]:
@@ -266,13 +280,21 @@ def measured_lines() -> Iterator[str]:
 
 
 def predicted_lines() -> Iterator[str]:
-    """Predictions as a table; in brackets the share of stock's step."""
-    yield "| scheme | requests x context | stock | ours, c611b1d | mended | tuned | goal | floor |"
-    yield "|---|---|---|---|---|---|---|---|"
+    """Predictions as a table, beside what was measured; in brackets the share of stock's step."""
+    yield (
+        "| scheme | requests x context | stock | stock, measured | ours, c611b1d | mended | tuned "
+        "| ours, measured | goal | floor |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for p in predictions():
         ours = " | ".join(f"{p.ms[name]:.1f} ({p.share(name):.2f})" for name in SYSTEMS[1:])
+        stock, found = (f"{p.measured[s]:.1f}" if s in p.measured else "" for s in (STOCK, OURS))
+        share = "" if p.measured_share is None else f" ({p.measured_share:.2f})"
         goal = "" if p.bar is None else f"{p.bar:g}"
-        yield f"| {p.scheme} | {p.cell} | {p.ms['stock']:.1f} | {ours} | {goal} | {p.floor:.1f} |"
+        yield (
+            f"| {p.scheme} | {p.cell} | {p.ms['stock']:.1f} | {stock} | {ours} | {found}{share} "
+            f"| {goal} | {p.floor:.1f} |"
+        )
 
 
 def missed_lines() -> Iterator[str]:
@@ -291,7 +313,7 @@ def main() -> None:
     print(
         "Steps that were measured, experts as made-up weights route:", *measured_lines(), sep="\n"
     )
-    print("\nPredictions with even routing, ms a step:", *predicted_lines(), sep="\n")
+    print("\nWith even routing, ms a step:", *predicted_lines(), sep="\n")
     print("", *missed_lines(), sep="\n")
     text = ", ".join(f"{name} {ms:.0f}" for name, ms in prefill.items())
     print(f"\nPrompt of {LONGEST_CONTEXT:,} tokens, FP8, ms: {text}")
