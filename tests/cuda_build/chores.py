@@ -105,7 +105,9 @@ def answer(engine: Engine, requests: Requests) -> Report:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """What vLLM chose."""
+    """What vLLM and this project chose."""
+    from vllm_dllm.compat.concurrent_experts import ConcurrentLayer
+
     config = engine.config
     groups = engine.runner.attn_groups
     return {
@@ -115,6 +117,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "cache": str(next(iter(engine.runner.kv_caches)).dtype),
         "kernels": sorted(set(_kernels(engine.runner.model))),
         "waits at start": len(engine.at_start),
+        "experts beside": any(type(m) is ConcurrentLayer for m in engine.runner.model.modules()),
         "compiled by CuTe": engine.device.compiled_by_cute,
     }
 

@@ -30,11 +30,14 @@ def run_experts_beside_mlp(layers: Iterable[Any], vllm_config: VllmConfig) -> No
     """Makes Gemma's layers among `layers` launch their experts on a second stream of the GPU.
     Changes how `vllm_config` compiles them, in place.
 
-    Layers keep vLLM's order on other devices, where a user wants one stream, and where ranks share
-    a layer: the sum over ranks would have to wait, too.
+    Layers keep vLLM's order on other devices, where a user wants one stream, where ranks share a
+    layer (the sum over ranks would have to wait, too), and with adapters or steps in parts, which
+    have streams of their own.
     """
-    shared = vllm_config.parallel_config.world_size_across_dp > 1
-    if not current_platform.is_cuda() or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM or shared:
+    parallel = vllm_config.parallel_config
+    alone = parallel.world_size_across_dp == 1 and not parallel.use_ubatching
+    in_order = envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM or vllm_config.lora_config is not None
+    if not current_platform.is_cuda() or in_order or not alone:
         return
     for layer in layers:
         is_mixture = isinstance(layer, Gemma4DecoderLayer) and layer.enable_moe_block

@@ -10,6 +10,7 @@ from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _ROWS, _HIDDEN, _TOKENS = 64, 128, 64
 _WEIGHED = 4096  # tokens of a row at a time
+_ADDED = 1024  # channels of a row that a program adds
 _LOWEST = tl.constexpr(MASKED_LOGIT)
 
 
@@ -53,9 +54,15 @@ class FusedExpectedEmbedding:
             num_warps=8,
         )
         product = torch.matmul(logits, embeddings)
-        if self._sum is not None:
-            product = torch.addcmul(product, self._sum, self._decay[:, None])
-        self._sum = product
+        if self._sum is None:
+            self._sum = product
+            return
+        before, width = self._sum, product.shape[1]
+        if before.dtype != torch.float32:
+            self._sum = before.new_empty(before.shape, dtype=torch.float32)
+        _add_kernel[len(product), triton.cdiv(width, _ADDED)](
+            before, product, self._decay, self._sum, width, BLOCK=_ADDED
+        )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns what `ExpectedEmbedding.result` does. After a single tile, the sum is in the
@@ -137,6 +144,23 @@ def _weigh_kernel(
         total += weight
         tl.store(place, weight.to(logits.dtype.element_ty), mask=token < width)
     tl.store(totals + row, before + tl.sum(total, 0))
+
+
+@triton.jit
+def _add_kernel(
+    before,  # [rows, width]
+    product,  # [rows, width]
+    decay,  # [rows] fp32
+    found,  # [rows, width] fp32, `before` times `decay`, and `product`; may be `before`
+    width,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place, is_channel = row * width + channel, channel < width
+    total = tl.load(before + place, mask=is_channel, other=0.0).to(tl.float32)
+    added = tl.load(product + place, mask=is_channel, other=0.0).to(tl.float32)
+    tl.store(found + place, total * tl.load(decay + row) + added, mask=is_channel)
 
 
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a

@@ -1,4 +1,5 @@
-"""Runs layers of experts with our kernel for few rows, in place of vLLM's."""
+"""Runs layers of experts with our kernels, in place of vLLM's: all of it in steps of few rows, and
+what is between the products in FP8."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -9,7 +10,8 @@ import torch
 from vllm_dllm.compat import experts
 from vllm_dllm.compat.experts import ExpertCall
 from vllm_dllm.experts import few_rows_triton
-from vllm_dllm.experts.definition import Assignment, Experts
+from vllm_dllm.experts.activation_triton import activate_and_quantise
+from vllm_dllm.experts.definition import FP8, Assignment, Experts
 
 Sizes = dict[str, int]
 """Sizes of blocks by the rows of a step, which are strings as in JSON; 0 means vLLM's kernel."""
@@ -59,10 +61,27 @@ def install_kernels(modules: Iterable[Any], sizes: SizesOf) -> None:
 
 
 def _compute_if_chosen(sizes: Sizes, call: ExpertCall) -> bool:
-    """Computes a call if our kernel was faster for the nearest timed number of rows. Returns
-    whether it did."""
+    """Computes a call, with our kernel if that was faster for the nearest timed number of rows,
+    else with vLLM's Triton kernel and our activation. Returns False if vLLM should compute it."""
     nearest = min(sizes, key=lambda rows: abs(int(rows) - len(call.states)))
-    return sizes[nearest] > 0 and _mix_experts(call, sizes[nearest])
+    if sizes[nearest] > 0:
+        return _mix_experts(call, sizes[nearest])
+    return call.products is not None and _mix_by_triton(call, call.products)
+
+
+def _mix_by_triton(call: ExpertCall, products: torch.Tensor) -> bool:
+    """Computes a call in FP8 with vLLM's Triton kernel, and activates and quantises in one launch
+    in between. Returns True."""
+    assert call.state_scale is not None
+    tiles = call.tiles()
+    assignment = call.align_blocks(tiles["BLOCK_SIZE_M"])
+    call.multiply(call.states, call.state_scale, 0, assignment, tiles, products)
+    quantised = call.inner.view(FP8).flatten()[: call.inner.numel()].view(call.inner.shape)
+    scale = torch.empty(len(products), 1, dtype=torch.float32, device=products.device)
+    activate_and_quantise(products, quantised, scale, call.activation)
+    call.multiply(quantised, scale, 1, assignment, tiles, call.rows)
+    call.sum_rows()
+    return True
 
 
 def _mix_experts(call: ExpertCall, size: int) -> bool:

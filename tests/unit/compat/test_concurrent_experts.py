@@ -12,6 +12,7 @@ from torch._inductor import metrics
 from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from tests import tolerances
 from vllm_dllm.compat import concurrent_experts
 from vllm_dllm.compat.concurrent_experts import IN_ORDER, ConcurrentLayer
 
@@ -171,7 +172,8 @@ def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
         late.seen.clear()
         found[name] = torch.compile(layers, fullgraph=True, options=IN_ORDER)(states)
         kernels[name] = metrics.generated_kernel_count
-    torch.testing.assert_close(found["ours"], found["stock"])
+    allowed = tolerances.within(tolerances.model(3, 2 * HIDDEN, logits=1.0))
+    torch.testing.assert_close(found["ours"], found["stock"], **allowed)
     assert late.seen == 6 * [True] and late.awaited == 3
     assert kernels["ours"] == kernels["stock"] > 0
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -21,7 +22,8 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from vllm_dllm.compat import experts
-from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.compat.experts import ExpertCall
+from vllm_dllm.experts import activation_triton, definition, few_rows_triton
 from vllm_dllm.measured import few_rows
 
 pytestmark = pytest.mark.numerics
@@ -131,3 +133,66 @@ def test_steps_go_as_the_nearest_that_was_timed(
         if ours:
             assert_right(layer, states, found)
     assert "apply" in vars(kernel)
+
+
+def multiply_plainly(
+    rows: torch.Tensor,  # [R, K] e4m3
+    weight: torch.Tensor,  # [E, N, K] e4m3
+    output: torch.Tensor,  # [T, top_k, N]
+    row_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    routed: torch.Tensor | None,
+    assigned: torch.Tensor,
+    block_experts: torch.Tensor,
+    num_rows: torch.Tensor,
+    is_routed: bool,
+    top_k: int,
+    tiles: dict[str, int],
+    **options: Any,
+) -> None:
+    """As vLLM's Triton kernel reads its arguments."""
+    assert options["use_fp8_w8a8"] and options["per_channel_quant"] and is_routed == (top_k == 1)
+    size, flat = tiles["BLOCK_SIZE_M"], output.flatten(0, 1)
+    for block, expert in enumerate(block_experts[: int(num_rows) // size].tolist()):
+        own = assigned[block * size : (block + 1) * size]
+        own = own[own < len(flat)].long()
+        read = own // top_k
+        factors = weight[expert].float() * weight_scale[expert].view(-1, 1)
+        found = (rows[read].float() * row_scale[read]) @ factors.T
+        if routed is not None:
+            found *= routed.flatten()[own, None]
+        flat[own] = found.to(output.dtype)
+
+
+def test_vllm_s_products_with_our_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_kernels(activation_triton)
+    monkeypatch.setattr(experts, "moe_align_block_size", definition.sort_by_expert)
+    monkeypatch.setattr(experts, "invoke_fused_moe_triton_kernel", multiply_plainly)
+    monkeypatch.setattr(ops, "moe_sum", lambda rows, output: output.copy_(rows.sum(1)))
+    monkeypatch.setattr(ExpertCall, "tiles", lambda _: {"BLOCK_SIZE_M": 16})
+    torch.manual_seed(0)
+    tokens = 12
+    states, ids = torch.randn(tokens, HIDDEN), torch.rand(tokens, EXPERTS).topk(CHOSEN).indices
+    shares = torch.rand(tokens, CHOSEN)
+    (gate_up, gate_up_scale), (down, down_scale) = (
+        definition.quantise(torch.randn(EXPERTS, *shape) / shape[1] ** 0.5)
+        for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    )
+    rows, row_scale = definition.quantise(states)
+    # As vLLM hands them out: two workspaces, and the output shares memory with one.
+    first, second = torch.full((2, tokens * CHOSEN * 2 * HIDDEN), torch.nan)
+    output, number = first[: tokens * HIDDEN].view(tokens, HIDDEN), tokens * CHOSEN
+
+    def room(workspace: torch.Tensor, channels: int) -> torch.Tensor:
+        return workspace[: number * channels].view(number, channels)
+
+    call = ExpertCall(
+        rows, row_scale, gate_up, down, (gate_up_scale, down_scale), shares, ids.int(),
+        "gelu_tanh", output, inner=room(first, WIDTH), rows=room(second, HIDDEN),
+        products=room(second, 2 * WIDTH),
+    )  # fmt: skip
+    assert few_rows._compute_if_chosen({"256": 0}, call)
+    own = definition.Experts(gate_up, down, gate_up_scale[..., 0], down_scale[..., 0])
+    expected = definition.mix_experts(states, own, shares, ids, "gelu_tanh")
+    off = (output - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert off <= tolerances.experts_on_average(torch.float32, is_fp8=True)

@@ -1,0 +1,56 @@
+"""The step between an expert's products in FP8: activation and quantisation in one launch.
+
+vLLM launches two kernels, the second of which needs four times as long as its bytes (an H200,
+32,768 rows of 704 channels: 37 and 106 us). Here a program computes a row: it needs the largest
+element before it can quantise, and keeps the row in registers until then.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_dllm.experts.definition import MOST, SMALLEST_SCALE
+
+_MOST, _SMALLEST_SCALE = tl.constexpr(MOST), tl.constexpr(SMALLEST_SCALE)
+
+
+def activate_and_quantise(
+    products: torch.Tensor,  # [R, 2 * N] the model's type: gate's channels, then up's
+    quantised: torch.Tensor,  # [R, N] e4m3; overwritten
+    scale: torch.Tensor,  # [R, 1] fp32; overwritten
+    activation: str,  # of `definition.ACTIVATIONS`
+) -> None:
+    """Writes what `definition.quantise` makes of `activation(gate) * up`, which is rounded to the
+    model's type before. All tensors are contiguous and on one device."""
+    rows, width = quantised.shape
+    block = triton.next_power_of_2(width)
+    _activate_and_quantise_kernel[(rows,)](
+        products, quantised, scale, N=width, BLOCK=block, IS_GELU=activation == "gelu_tanh",
+        num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _activate_and_quantise_kernel(
+    products,  # [R, 2 * N]
+    quantised,  # [R, N]
+    scale,  # [R] fp32
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    is_channel = channel < N
+    of_gate = products + row * 2 * N + channel
+    gate = tl.load(of_gate, mask=is_channel, other=0.0).to(tl.float32)
+    up = tl.load(of_gate + N, mask=is_channel, other=0.0).to(tl.float32)
+    opening = gate
+    if IS_GELU:  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), here y = sqrt(2 / pi) * ...
+        opening = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = (gate * tl.sigmoid(opening) * up).to(products.dtype.element_ty).to(tl.float32)
+    found = tl.maximum(tl.max(tl.abs(value)) / _MOST, _SMALLEST_SCALE)
+    tl.store(scale + row, found)
+    # None is beyond the largest number, as none is beyond the row's own.
+    written = (value * (1 / found)).to(quantised.dtype.element_ty)
+    tl.store(quantised + row * N + channel, written, mask=is_channel)
