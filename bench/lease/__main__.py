@@ -15,7 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterable
-from itertools import zip_longest
+from itertools import pairwise
 from pathlib import Path
 
 from bench.harness import ROOT
@@ -56,14 +56,16 @@ class Lease:
         for stage in stages:
             if stage.early and not self.rehearsing:
                 threading.Thread(target=self._start_early, args=(stage, running)).start()
-        for stage, following in zip_longest(stages, stages[1:]):
+        for i, stage in enumerate(stages):
             if not self.wait_for(stage):
                 self.say(stage.name, f"left out: {', '.join(stage.needs)} did not come")
                 continue
             while stage.early and not self.rehearsing and stage.name not in running:
                 time.sleep(0.2)
             found = running.get(stage.name) or Running(self, stage)
-            if stage.with_next and following and not self.rehearsing:
+            for one, following in pairwise(stages[i:]):
+                if not one.with_next or self.rehearsing or following.name in running:
+                    break
                 running[following.name] = Running(self, following)
             if stage.early and not self.rehearsing:
                 wait_until_ready(running.values())
@@ -106,6 +108,7 @@ class Running:
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", *command],
             cwd=ROOT,
+            env=os.environ | stage.settings,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,10 +2,7 @@
 
     python -m bench.lease.experts
 
-CUTLASS in FP8 runs tiles of 16 tokens (`swap_ab`) where all permuted rows are at most 64, in
-Python and once more in C++ by the rows of its argument. A canvas gives each of 128 experts 16 rows,
-2,048 in all, so it never does. To learn what it would give, "swapped" passes a view of the first 64
-rows, with offsets that reach the others: a measurement, not a product. Every result is compared
+Every result is compared
 with fp32 products. Ours is timed with all that a layer does, as vLLM's Triton kernel is. A line of
 JSON for each; on a CPU, ours and the definition, in a small shape and in fp32.
 """
@@ -22,11 +19,11 @@ import torch
 from attention_kernels.interpreter import interpret_kernels
 from bench.lease.timing import error, timed_ms
 from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.experts.activation_triton import activate_and_quantise
 from vllm_dllm.experts.definition import FP8, Assignment, Experts
 
 ACTIVATION = "gelu_tanh"
 Run = Callable[[], torch.Tensor]
-FEW_ROWS = 64  # of an argument, from which CUTLASS concludes that experts have few
 
 
 @dataclass
@@ -177,7 +174,7 @@ def marlin_experts(problem: Problem) -> Run:
     return run
 
 
-def cutlass_products(problem: Problem, swapped: bool) -> tuple[Run, Callable[[], float]]:
+def cutlass_products(problem: Problem) -> tuple[Run, Callable[[], float]]:
     """Both products of CUTLASS in FP8, without what is around them, and their error."""
     from vllm import _custom_ops as ops
 
@@ -192,7 +189,7 @@ def cutlass_products(problem: Problem, swapped: bool) -> tuple[Run, Callable[[],
     scales = [torch.ones(experts, each.shape[1], device=device) for each in weights]
     row_scales = torch.ones(rows, 1, device=device)
     sizes = [torch.empty(experts, 3, device=device, dtype=torch.int32) for _ in range(2)]
-    ops.get_cutlass_moe_mm_problem_sizes_from_expert_offsets(first, *sizes, width, hidden, swapped)
+    ops.get_cutlass_moe_mm_problem_sizes_from_expert_offsets(first, *sizes, width, hidden, False)
     outputs = [
         torch.full((rows, each.shape[1]), float("nan"), device=device, dtype=torch.bfloat16)
         for each in weights
@@ -207,9 +204,8 @@ def cutlass_products(problem: Problem, swapped: bool) -> tuple[Run, Callable[[],
 
     def run() -> torch.Tensor:
         for i in range(2):
-            seen = inputs[i][:FEW_ROWS] if swapped else inputs[i]
             ops.cutlass_moe_mm(
-                outputs[i], seen, weights[i], row_scales, scales[i], first[:-1], sizes[i],
+                outputs[i], inputs[i], weights[i], row_scales, scales[i], first[:-1], sizes[i],
                 *strides[i], True, True,
             )  # fmt: skip
         return outputs[1]
@@ -225,6 +221,33 @@ def cutlass_products(problem: Problem, swapped: bool) -> tuple[Run, Callable[[],
     return run, off
 
 
+def between_products(problem: Problem, is_ours: bool) -> tuple[Run, Callable[[], float]]:
+    """Activation and quantisation of FP8 experts, in one launch of ours or in two of vLLM's."""
+    from vllm import _custom_ops as ops
+
+    width, rows = problem.down.shape[2], problem.ids.numel()
+    products = torch.randn(rows, 2 * width, device=problem.ids.device, dtype=torch.bfloat16)
+    inner = products.new_empty(rows, width)
+    quantised = torch.empty_like(inner, dtype=FP8)
+    scale = torch.empty(rows, 1, device=products.device)
+
+    def run() -> torch.Tensor:
+        nonlocal quantised, scale
+        if is_ours:
+            activate_and_quantise(products, quantised, scale, ACTIVATION)
+        else:
+            torch.ops._C.gelu_tanh_and_mul(inner, products)
+            quantised, scale = ops.scaled_fp8_quant(inner, use_per_token_if_dynamic=True)
+        return quantised
+
+    def off() -> float:
+        run()
+        gate, up = products.float().chunk(2, dim=-1)
+        return error(quantised.float() * scale, definition.ACTIVATIONS[ACTIVATION](gate) * up)
+
+    return run, off
+
+
 def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name: what makes the function to time, or that and its error."""
     yield "ours FP8", lambda: our_experts(problem, True, device)
@@ -235,8 +258,9 @@ def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[]
     if device == "cpu":
         yield "definition, fp32", lambda: lambda: problem.expected(4)
         return
-    yield "CUTLASS FP8, products, as vLLM has it", lambda: cutlass_products(problem, False)
-    yield "CUTLASS FP8, products, swapped", lambda: cutlass_products(problem, True)
+    yield "CUTLASS FP8, products, as vLLM has it", lambda: cutlass_products(problem)
+    yield "between the products, vLLM", lambda: between_products(problem, False)
+    yield "between the products, ours", lambda: between_products(problem, True)
     yield "Triton FP8, vLLM's tiles", lambda: triton_experts(problem, True, False)
     yield "Triton FP8, our tiles", lambda: triton_experts(problem, True, True)
     yield "Triton bf16, vLLM's tiles", lambda: triton_experts(problem, False, False)

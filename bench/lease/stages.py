@@ -26,6 +26,7 @@ class Stage:
     their turn to measure."""
     needs: list[str] = field(default_factory=list)  # archives of the bundle
     with_next: bool = False  # the next stage starts with this one
+    settings: dict[str, str] = field(default_factory=dict)  # environment variables
 
 
 def full_shape(scheme: str, cells: str, trace: str, *more: str) -> list[str]:
@@ -35,12 +36,13 @@ def full_shape(scheme: str, cells: str, trace: str, *more: str) -> list[str]:
 
 STAGES = [
     Stage(
-        "halves",
-        "a layer's experts and its dense half in FP8, one after the other and at once",
-        ["bench.lease.halves"],
-        ["bench.lease.halves"],
-        seconds=25,
-        limit=60,
+        "experts",
+        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8, Triton's "
+        "default and our tiles, what is between products, Marlin, bf16",
+        ["bench.lease.experts"],
+        ["bench.lease.experts"],
+        seconds=40,
+        limit=80,
     ),
     Stage(
         "fp8",
@@ -69,27 +71,13 @@ STAGES = [
         needs=["dsl"],
     ),
     Stage(
-        "bf16",
-        "ours and stock vLLM in bf16, one request; ours times its kernels first (`kernel_choice`), "
-        "and its log says what it picked",
-        full_shape(
-            "bf16",
-            "1x128",
-            "1x128",
-            *("--kv-cache-gib", "3", "--start-by", "185", "--options", MEASURED),
-        ),
-        [*SMALL, "--scheme", "bf16", "--options", MEASURED],
-        seconds=160,
-        limit=205,
-        needs=["dsl"],
-    ),
-    Stage(
-        "shipped",
-        "the shipped checkpoints answer: images, a drafter, masked, grammars, NVFP4",
-        ["bench.lease.shipped"],
-        ["bench.lease.shipped", "--rows", "4"],
-        seconds=100,
-        limit=240,
+        "one-step",
+        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
+        "against transformers on the same GPU",
+        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
+        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
+        seconds=60,
+        limit=200,
         with_next=True,
     ),
     Stage(
@@ -102,29 +90,31 @@ STAGES = [
         with_next=True,
     ),
     Stage(
-        "one-step",
-        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
-        "against transformers on the same GPU",
-        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
-        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
-        seconds=60,
-        limit=120,
+        "shipped",
+        "the shipped checkpoints answer: images, a drafter, masked, grammars, NVFP4",
+        ["bench.lease.shipped"],
+        ["bench.lease.shipped", "--rows", "4"],
+        seconds=100,
+        limit=240,
     ),
-]
-MORE = [  # that run if they are asked for by name
     Stage(
-        "experts",
-        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8 as vLLM has it and with "
-        "swap_ab, Triton's default and our tiles, Marlin, bf16",
-        ["bench.lease.experts"],
-        ["bench.lease.experts"],
-        seconds=40,
-        limit=80,
+        "bf16",
+        "ours and stock vLLM in bf16, one request",
+        full_shape(
+            "bf16",
+            "1x128",
+            "1x128",
+            *("--kv-cache-gib", "3", "--start-by", "185"),
+        ),
+        [*SMALL, "--scheme", "bf16"],
+        seconds=175,
+        limit=205,
+        needs=["dsl"],
     ),
     Stage(
         "fp8-again",
-        "ours in FP8 with what an earlier start has left in vLLM's caches: settings of the "
-        "environment tell such starts apart",
+        "ours in FP8 with what an earlier start has left in vLLM's caches, and FlashAttention-4 "
+        "compiled in another process",
         full_shape(
             "fp8-dynamic",
             "1x128 16x128 32x128 1x32768",
@@ -135,6 +125,31 @@ MORE = [  # that run if they are asked for by name
         seconds=80,
         limit=130,
         needs=["dsl"],
+        settings={"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"},
+    ),
+]
+MORE = [  # that run if they are asked for by name
+    Stage(
+        "nvfp4",
+        "ours in NVFP4, with the kernels that vLLM picks on this chip",
+        full_shape(
+            "nvfp4",
+            "1x128 8x128",
+            "1x128",
+            *("--systems", "vllm-dllm", "--kv-cache-gib", "4", "--start-by", "170"),
+        ),
+        [*SMALL, "--scheme", "nvfp4", "--systems", "vllm-dllm"],
+        seconds=145,
+        limit=190,
+        needs=["dsl"],
+    ),
+    Stage(
+        "halves",
+        "a layer's experts and its dense half in FP8, one after the other and at once",
+        ["bench.lease.halves"],
+        ["bench.lease.halves"],
+        seconds=25,
+        limit=60,
     ),
     Stage(
         "fp8-measured",
@@ -148,20 +163,6 @@ MORE = [  # that run if they are asked for by name
         ),
         [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm", "--options", MEASURED],
         seconds=110,
-        limit=190,
-        needs=["dsl"],
-    ),
-    Stage(
-        "nvfp4",
-        "ours in NVFP4, with the kernels that vLLM picks on this chip",
-        full_shape(
-            "nvfp4",
-            "1x128 8x128",
-            "1x128",
-            *("--systems", "vllm-dllm", "--kv-cache-gib", "4", "--start-by", "170"),
-        ),
-        [*SMALL, "--scheme", "nvfp4", "--systems", "vllm-dllm"],
-        seconds=145,
         limit=190,
         needs=["dsl"],
     ),
