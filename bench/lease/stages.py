@@ -45,6 +45,16 @@ STAGES = [
         limit=80,
     ),
     Stage(
+        "masks",
+        "a sliding layer in FlashAttention-4 with our mask everywhere, on the blocks of keys that "
+        "need it, and without",
+        ["bench.lease.masks"],
+        ["bench.lease.masks"],
+        seconds=30,
+        limit=70,
+        needs=["dsl"],
+    ),
+    Stage(
         "fp8",
         "ours and stock vLLM in FP8, 1 to 32 requests, long contexts, timelines",
         full_shape(
