@@ -55,6 +55,14 @@ STAGES = [
         needs=["dsl"],
     ),
     Stage(
+        "vocabulary",
+        "the pass over the LM head's output with 1, 2, 4 and 8 warps",
+        ["bench.lease.vocabulary"],
+        ["bench.lease.vocabulary"],
+        seconds=15,
+        limit=40,
+    ),
+    Stage(
         "fp8",
         "ours and stock vLLM in FP8, 1 to 32 requests, long contexts, timelines",
         full_shape(
