@@ -53,9 +53,13 @@ class Lease:
 
     def run(self, stages: list[Stage]) -> None:
         running: dict[str, Running] = {}
-        for stage in stages:
-            if stage.early and not self.rehearsing:
-                threading.Thread(target=self._start_early, args=(stage, running)).start()
+        starts = [
+            threading.Thread(target=self._start_early, args=(stage, running))
+            for stage in stages
+            if stage.early and not self.rehearsing
+        ]
+        for thread in starts:
+            thread.start()
         for i, stage in enumerate(stages):
             if not self.wait_for(stage):
                 self.say(stage.name, f"left out: {', '.join(stage.needs)} did not come")
@@ -66,9 +70,13 @@ class Lease:
             for one, following in pairwise(stages[i:]):
                 if not one.with_next or self.rehearsing or following.name in running:
                     break
+                if not self.wait_for(following):
+                    break
                 running[following.name] = Running(self, following)
             if stage.early and not self.rehearsing:
-                wait_until_ready(running.values())
+                for thread in starts:
+                    thread.join()
+                wait_until_ready(list(running.values()))
             limit = REHEARSAL_LIMIT if self.rehearsing else stage.limit
             if found.end_by(time.monotonic() + limit):
                 (self.out / "done" / stage.name).touch()
@@ -152,7 +160,7 @@ class Running:
         return status == 0
 
 
-def wait_until_ready(stages: Iterable[Running]) -> None:
+def wait_until_ready(stages: list[Running]) -> None:
     """Until no engine is starting: it would compute and compile beside one that is measured."""
     while any(stage.is_starting for stage in stages):
         time.sleep(0.2)

@@ -26,25 +26,42 @@ IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 the dense half before the experts, where nothing runs beside it."""
 
 
-def run_experts_beside_mlp(layers: Iterable[Any], vllm_config: VllmConfig) -> None:
-    """Makes Gemma's layers among `layers` launch their experts on a second stream of the GPU.
-    Changes how `vllm_config` compiles them, in place.
+def allow_concurrent_experts(vllm_config: VllmConfig) -> bool:
+    """Returns whether Gemma's layers may launch their experts on a second stream of the GPU, and if
+    so changes how `vllm_config` compiles them, in place. Called before the model is built, which
+    copies the compiler's settings.
 
     Layers keep vLLM's order on other devices, where a user wants one stream, where ranks share a
     layer (the sum over ranks would have to wait, too), and with adapters or steps in parts, which
     have streams of their own.
     """
-    parallel = vllm_config.parallel_config
-    alone = parallel.world_size_across_dp == 1 and not parallel.use_ubatching
-    in_order = envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM or vllm_config.lora_config is not None
-    if not current_platform.is_cuda() or in_order or not alone:
-        return
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    config = vllm_config.model_config.hf_text_config
+    is_mixture = bool(getattr(config, "num_experts", None))
+    has_layer_inputs = bool(getattr(config, "hidden_size_per_layer_input", None))
+    allowed = (
+        current_platform.is_cuda()
+        and is_mixture
+        and not has_layer_inputs
+        and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM
+        and parallel.world_size_across_dp == 1
+        and not parallel.use_ubatching
+        and vllm_config.lora_config is None
+        # Of graphs in parts, one part may not wait for what another has launched.
+        and "vllm::moe_forward" not in (compilation.splitting_ops or ())
+    )
+    if allowed:
+        compilation.inductor_compile_config.update(IN_ORDER)
+    return allowed
+
+
+def run_experts_beside_mlp(layers: Iterable[Any]) -> None:
+    """Makes Gemma's layers launch their experts on a second stream. `layers`: of a model for which
+    `allow_concurrent_experts` returned True; a pipeline's other ranks have some of them."""
     for layer in layers:
-        is_mixture = isinstance(layer, Gemma4DecoderLayer) and layer.enable_moe_block
-        if is_mixture and layer.per_layer_input_gate is None:
+        if isinstance(layer, Gemma4DecoderLayer):
             layer.__class__ = ConcurrentLayer
             layer.experts._forward_impl = _beside.wrap(layer.experts._forward_impl)
-            vllm_config.compilation_config.inductor_compile_config.update(IN_ORDER)
 
 
 class ConcurrentLayer(Gemma4DecoderLayer):
@@ -57,8 +74,12 @@ class ConcurrentLayer(Gemma4DecoderLayer):
         residual: torch.Tensor | None,
         per_layer_input: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the next layer's hidden states [T, H], to the bit what the stock layer does."""
+        if self.experts.moe_config.hidden_dim != self.hidden_size:
+            # Experts would read a padded copy, which does not live until they are awaited.
+            stock = Gemma4DecoderLayer.forward
+            return stock(self, positions, hidden_states, residual, per_layer_input, **kwargs)
         attended = self.self_attn(
             positions=positions, hidden_states=self.input_layernorm(hidden_states), **kwargs
         )

@@ -105,8 +105,11 @@ def add_needed_(
     )
 
 
-# `blocks` begins wherever its tile does.
-@triton.jit(do_not_specialize=["num_blocks", "pitch"], do_not_specialize_on_alignment=["blocks"])
+# `blocks` begins wherever its tile does, and the others behind as many numbers as there are rows.
+@triton.jit(
+    do_not_specialize=["num_blocks", "pitch"],
+    do_not_specialize_on_alignment=["blocks", "maximum", "totals", "decay"],
+)
 def _weigh_kernel(
     logits,  # [rows, Vt]
     blocks,  # [rows, num_blocks] fp32, largest logits; rows are `pitch` apart
@@ -146,7 +149,7 @@ def _weigh_kernel(
     tl.store(totals + row, before + tl.sum(total, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["decay"])
 def _add_kernel(
     before,  # [rows, width]
     product,  # [rows, width]

@@ -31,41 +31,52 @@ def block_size(layer: Any, num_tokens: int) -> int:
     return few_rows_triton.block_size(num_tokens, top_k, num_experts) or 0
 
 
-def run_layer(layer: Any, size: int, states: torch.Tensor) -> torch.Tensor:
-    """Returns the result of a layer's experts for `states` [T, K], computed by our kernel in blocks
-    of `size` rows. Tokens are spread evenly over the experts. The layer then runs vLLM's kernel
+def run_layer(
+    layer: Any, size: int, states: torch.Tensor, tiles: experts.Tiles | None = None
+) -> torch.Tensor:
+    """Returns the result of a layer's experts for `states` [T, K] as steps compute it: by our
+    kernel in blocks of `size` rows, or, if that is 0, by vLLM's with these tile sizes. `tiles`
+    None: those in use. Tokens are spread evenly over the experts. The layer then runs vLLM's kernel
     again."""
-    experts.set_expert_kernel(layer, lambda call: _mix_experts(call, size))
+    if not block_size(layer, num_tokens=1):
+        return experts.run_with_tiles(layer, tiles, states)
+    experts.set_expert_kernel(layer, partial(_compute, size))
     try:
-        return experts.run_with_tiles(layer, None, states)
+        return experts.run_with_tiles(layer, tiles, states)
     finally:
         experts.set_expert_kernel(layer, None)
 
 
 def install_kernels(modules: Iterable[Any], sizes: SizesOf) -> None:
-    """Makes layers run our kernel in steps for which it was faster, and compiles it now, so that no
-    request waits for that. Layers that it cannot run keep vLLM's. A step runs what was fastest for
-    the nearest timed number of rows, as vLLM picks tiles."""
+    """Makes layers run our kernels as `sizes` says, and compiles them now, so that no request waits
+    for that. Layers that ours cannot run keep vLLM's. A step runs what was fastest for the nearest
+    timed number of rows, as vLLM picks tiles."""
     compiled = set()
     for layer in experts.find_expert_layers(modules):
         file = experts.tiles_file_name(layer)
-        if not any(sizes.get(file, {}).values()) or not block_size(layer, num_tokens=1):
+        if file not in sizes or not block_size(layer, num_tokens=1):
             continue
         if file not in compiled:
             weight = layer.w2_weight
             states = torch.zeros(1, weight.shape[1], device=weight.device, dtype=layer.params_dtype)
-            for size in set(sizes[file].values()) - {0}:
+            for size in {0, *sizes[file].values()}:
                 run_layer(layer, size, states)
             compiled.add(file)
-        experts.set_expert_kernel(layer, partial(_compute_if_chosen, sizes[file]))
+        experts.set_expert_kernel(layer, partial(_compute_by_rows, sizes[file]))
 
 
-def _compute_if_chosen(sizes: Sizes, call: ExpertCall) -> bool:
-    """Computes a call, with our kernel if that was faster for the nearest timed number of rows,
-    else with vLLM's Triton kernel and our activation. Returns False if vLLM should compute it."""
+def _compute_by_rows(sizes: Sizes, call: ExpertCall) -> bool:
+    """Computes a call as was fastest for the nearest timed number of rows. Returns False if vLLM
+    should compute it."""
     nearest = min(sizes, key=lambda rows: abs(int(rows) - len(call.states)))
-    if sizes[nearest] > 0:
-        return _mix_experts(call, sizes[nearest])
+    return _compute(sizes[nearest], call)
+
+
+def _compute(size: int, call: ExpertCall) -> bool:
+    """Computes a call with our kernel, in blocks of `size` rows. If that is 0: in FP8 with vLLM's
+    Triton kernel and our activation; else returns False, and vLLM should compute it."""
+    if size > 0:
+        return _mix_experts(call, size)
     return call.products is not None and _mix_by_triton(call, call.products)
 
 

@@ -17,6 +17,9 @@ from vllm.platforms import current_platform
 from vllm_dllm.compat.gpu import driver_version
 
 RESULT = "measured.json"
+_CHANGED = ("attention_k_eq_v", "max_position_embeddings")
+"""What building DiffusionGemma changes in its configuration. The folder is asked for before and
+after."""
 
 
 def result_folder(vllm_config: VllmConfig) -> Path:
@@ -24,6 +27,9 @@ def result_folder(vllm_config: VllmConfig) -> Path:
     server get the same one. It may not exist yet."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     assert vllm_config.diffusion_config is not None
+    text_config = model.hf_text_config.to_dict()
+    for name in _CHANGED:
+        text_config.pop(name, None)
     parts = {
         "gpu": current_platform.get_device_name(),
         "driver": driver_version(),
@@ -33,7 +39,7 @@ def result_folder(vllm_config: VllmConfig) -> Path:
             torch.__version__,
             triton.__version__,
         ],
-        "model": model.hf_text_config.to_dict(),
+        "model": text_config,
         "types": [str(model.dtype), model.quantization, cache.cache_dtype],
         "canvas": vllm_config.diffusion_config.canvas_length,
         "longest": model.max_model_len,

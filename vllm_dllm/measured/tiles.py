@@ -82,7 +82,7 @@ def _candidates(
     weight = layer.w2_weight
     states = torch.randn(number, layer.hidden_size, device=weight.device).to(layer.params_dtype)
     candidates: dict[str, Callable[[], torch.Tensor]] = {
-        name: partial(experts.run_with_tiles, layer, own_tiles.get(name), states)
+        name: partial(few_rows.run_layer, layer, 0, states, own_tiles.get(name))
         for name in own_tiles or (IN_USE,)
     }
     if size:

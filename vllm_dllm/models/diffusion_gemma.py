@@ -21,7 +21,10 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.compat.concurrent_experts import run_experts_beside_mlp
+from vllm_dllm.compat.concurrent_experts import (
+    allow_concurrent_experts,
+    run_experts_beside_mlp,
+)
 from vllm_dllm.models import video_frames, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights, describe_non_finite
 from vllm_dllm.models.image_processor import (
@@ -99,9 +102,11 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             self.vision_tower, self.embed_vision = vision.build_tower(
                 model_config.hf_config, model_config.dtype
             )
+        at_once = allow_concurrent_experts(vllm_config)
         with use_window_rules(vllm_config.attention_config):
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        run_experts_beside_mlp(self.model.layers, vllm_config)
+        if at_once:
+            run_experts_beside_mlp(self.model.layers)
         self.lm_head = ParallelLMHead(
             num_embeddings=text_config.vocab_size,
             embedding_dim=text_config.hidden_size,

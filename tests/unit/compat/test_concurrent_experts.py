@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,15 +105,27 @@ class Attention(nn.Module):
         return self.out(hidden_states)
 
 
+class Experts(nn.Module):
+    """As vLLM's runner of experts is called."""
+
+    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.run, self.moe_config = run, SimpleNamespace(hidden_dim=HIDDEN)
+
+    def forward(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return self.run(rows, logits)
+
+
 class Layer(nn.Module):
     """What either forward reads of a layer."""
 
     enable_moe_block = True
     per_layer_input_gate = None
+    hidden_size = HIDDEN
 
     def __init__(self, forward: Callable[..., Any], experts: Callable[..., Any]) -> None:
         super().__init__()
-        self._forward, self.experts = forward, experts
+        self._forward, self.experts = forward, Experts(experts)
         self.self_attn, self.router = Attention(), nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.mlp = DenseHalf()
         for norm in (
@@ -170,12 +183,25 @@ def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
     for name, layers in (("stock", stock), ("ours", ours)):
         metrics.reset()
         late.seen.clear()
-        found[name] = torch.compile(layers, fullgraph=True, options=IN_ORDER)(states)
+        options = {**IN_ORDER, "enable_auto_functionalized_v2": False}  # as vLLM compiles
+        found[name] = torch.compile(layers, fullgraph=True, options=options)(states)
         kernels[name] = metrics.generated_kernel_count
     allowed = tolerances.within(tolerances.model(3, 2 * HIDDEN, logits=1.0))
     torch.testing.assert_close(found["ours"], found["stock"], **allowed)
     assert late.seen == 6 * [True] and late.awaited == 3
     assert kernels["ours"] == kernels["stock"] > 0
+
+
+@torch.no_grad()
+def test_padded_rows_are_not_left_to_the_second_stream(stack: Callable[..., nn.Module]) -> None:
+    """Nobody would keep them until they are awaited."""
+    at_once = torch.ops.vllm.vllm_dllm_test_experts_at_once
+    stock, ours = (stack(f, at_once) for f in (Gemma4DecoderLayer.forward, ConcurrentLayer.forward))
+    for layer in ours:
+        layer.experts.moe_config.hidden_dim = HIDDEN + 1
+    states = torch.randn(TOKENS, HIDDEN)
+    assert torch.equal(ours(states), stock(states))
+    assert late.announced == 0
 
 
 class Stream:

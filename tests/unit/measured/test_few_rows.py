@@ -191,7 +191,7 @@ def test_vllm_s_products_with_our_activation(monkeypatch: pytest.MonkeyPatch) ->
         "gelu_tanh", output, inner=room(first, WIDTH), rows=room(second, HIDDEN),
         products=room(second, 2 * WIDTH),
     )  # fmt: skip
-    assert few_rows._compute_if_chosen({"256": 0}, call)
+    assert few_rows._compute_by_rows({"256": 0}, call)
     own = definition.Experts(gate_up, down, gate_up_scale[..., 0], down_scale[..., 0])
     expected = definition.mix_experts(states, own, shares, ids, "gelu_tanh")
     off = (output - expected).square().mean().sqrt() / expected.square().mean().sqrt()

@@ -17,14 +17,14 @@ STOCK = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32}
 
 
 class Kernel:
-    """Stands in for vLLM's experts: notes the tiles that it runs with."""
+    """Stands in for a layer's experts: notes the size of blocks or the tiles that it runs with."""
 
     def __init__(self) -> None:
         self.ran: list[tuple[int, Any]] = []
 
-    def run(self, layer: Any, chosen: Any, states: torch.Tensor) -> torch.Tensor:
+    def run(self, layer: Any, size: int, states: torch.Tensor, tiles: Any = None) -> torch.Tensor:
         assert states.shape[1] == MODEL_SIZE and states.dtype == torch.bfloat16
-        self.ran.append((len(states), chosen))
+        self.ran.append((len(states), size or tiles))
         return states
 
 
@@ -35,7 +35,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(experts, "has_tunable_tiles", lambda layer: layer.has_tiles)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: layer.file)
     monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)
-    monkeypatch.setattr(experts, "run_with_tiles", kernel.run)
     monkeypatch.setattr(few_rows, "block_size", lambda layer, rows: layer.sizes.get(rows, 0))
     monkeypatch.setattr(few_rows, "run_layer", kernel.run)
     return kernel

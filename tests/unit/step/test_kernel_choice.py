@@ -88,7 +88,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return Start(tmp_path / "kernels", monkeypatch)
 
 
-FOUND = {"gpu": "a GPU", "layers": LAYERS, "tiles": TABLES, "ours": OURS}
+ROWS = [256, 2048]
+FOUND = {"gpu": "a GPU", "layers": LAYERS, "rows": ROWS, "tiles": TABLES, "ours": OURS}
 
 
 def test_the_second_start_measures_nothing(start: Start) -> None:
@@ -104,13 +105,15 @@ def test_the_second_start_measures_nothing(start: Start) -> None:
 def test_what_was_not_measured_stays_as_shipped(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a layer whose experts were timed with 256 rows alone."""
+    """Of layers whose experts were timed with 256 rows alone. Nothing is shipped for the second:
+    with other rows it runs vLLM's kernel."""
     shipped = tiles.shipped_tiles(SHIPPED_FILE)
     measured = {SHIPPED_FILE: {"256": {"BLOCK_SIZE_M": 16}}}
-    found = measured, {SHIPPED_FILE: {"256": 0}}, []
+    found = measured, {SHIPPED_FILE: {"256": 0}, "other.json": {"256": 32}}, []
     monkeypatch.setattr(kernel_choice.tiles, "measure_experts", lambda *_: found)
     start.run()
-    assert start.used == [{**shipped_few_rows(), SHIPPED_FILE: {"256": 0, "512": 0}}]
+    expected = {SHIPPED_FILE: {"256": 0, "512": 0}, "other.json": {"256": 32, "2048": 0}}
+    assert start.used == [shipped_few_rows() | expected]
     kept = json.loads((start.path / SHIPPED_FILE).read_text())
     assert kept == shipped | measured[SHIPPED_FILE] and len(kept) > 3
 
@@ -170,4 +173,5 @@ def test_a_disk_that_takes_nothing_ends_no_start(
 
     monkeypatch.setattr(folder, "write_json", full)
     start.run()
-    assert start.timed and start.forgot == 0 and start.used == []
+    assert start.timed and start.forgot == 0
+    assert start.used == [shipped_few_rows()], "which need no disk"

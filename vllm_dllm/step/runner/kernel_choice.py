@@ -41,31 +41,39 @@ def choose_kernels(
     if extension.kernel_choice == "stock" or envs.VLLM_BATCH_INVARIANT:
         return
     if extension.kernel_choice == "shipped":
-        _install_few_rows(vllm_config, model, may_replace_experts(vllm_config), {})
+        _install_few_rows(vllm_config, model, may_replace_experts(vllm_config), {}, [])
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()
     known = found = folder.read_result(path)
     if ranks.is_first_rank and known is None:
         found = _measure(vllm_config, model, path, clock)
     found = ranks.broadcast_object(found)
-    if found != known and not _store(found, path):
-        return
-    with set_current_vllm_config(vllm_config):
-        if found != known:  # else they have read it
-            for layer in _layers(vllm_config):
-                if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
-                    layer.impl.choose_version()
-    _install_few_rows(vllm_config, model, may_replace_experts(vllm_config, path), found["ours"])
+    measured = found["ours"]
+    if found != known:  # else layers have read it
+        if _store(found, path):
+            with set_current_vllm_config(vllm_config):
+                for layer in _layers(vllm_config):
+                    if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
+                        layer.impl.choose_version()
+        else:
+            measured = {}
+    as_shipped = may_replace_experts(vllm_config, path)
+    _install_few_rows(vllm_config, model, as_shipped, measured, found["rows"])
 
 
 def _install_few_rows(
-    vllm_config: VllmConfig, model: torch.nn.Module, as_shipped: bool, measured: few_rows.SizesOf
+    vllm_config: VllmConfig,
+    model: torch.nn.Module,
+    as_shipped: bool,
+    measured: few_rows.SizesOf,
+    rows: list[int],
 ) -> None:
-    """Makes experts run our kernel where it was faster on this GPU, by `measured`. Where nothing
-    was measured, `as_shipped` says whether `few_rows.json` decides."""
+    """Makes experts run our kernel where it was faster on this GPU, by `measured`. Numbers of rows
+    that are missing there run as `few_rows.json` says if `as_shipped`. What is missing there, too,
+    runs vLLM's kernel. `rows`: all that were to be measured."""
     sizes = dict(shipped_few_rows()) if as_shipped else {}
     for file, found in measured.items():
-        sizes[file] = sizes.get(file, {}) | found
+        sizes[file] = (sizes.get(file) or {str(number): 0 for number in rows}) | found
     if sizes:
         with set_current_vllm_config(vllm_config):
             few_rows.install_kernels(model.modules(), sizes)
@@ -89,14 +97,15 @@ def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
     """Times attention and experts for about `MOST_SECONDS` at most. Returns the JSON of
-    `measured.json`: `gpu` and `layers` for `Times.from_json`, `tiles` and `ours` as in
-    `FastestExperts`."""
+    `measured.json`: `gpu` and `layers` for `Times.from_json`, `rows` that were to be timed, `tiles`
+    and `ours` as in `FastestExperts`."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)
     length = vllm_config.diffusion_config.canvas_length
     most = vllm_config.scheduler_config.max_num_batched_tokens
     steps = [canvases for canvases in CANVASES if canvases * length <= most]
+    rows = [canvases * length for canvases in steps]
     layers: list[dict[str, Any]] = []
     tables: dict[str, tiles.Table] = {}
     ours: dict[str, few_rows.Sizes] = {}
@@ -114,7 +123,6 @@ def _measure(
                 stopwatch,
             )
     if os.environ.get(VARIABLE) == str(path):  # else vLLM reads tiles from the user's folder
-        rows = [n * length for n in steps]
         tables, ours, gains = tiles.measure_experts(model.modules(), rows, stopwatch)
     logger.info(
         "Kernels were timed in %.1f s%s: attention of %d kinds of layers, %s.",
@@ -124,7 +132,7 @@ def _measure(
         "; ".join(gains) or "experts stay",
     )
     gpu = current_platform.get_device_name()
-    return {"gpu": gpu, "layers": layers, "tiles": tables, "ours": ours}
+    return {"gpu": gpu, "layers": layers, "rows": rows, "tiles": tables, "ours": ours}
 
 
 def _layers(vllm_config: VllmConfig) -> list[Any]:
