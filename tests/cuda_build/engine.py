@@ -19,7 +19,9 @@ MODULES = (
     "vllm.model_executor.layers.fused_moe.router.gate_linear",
     "transformers",
 )
-GRAMMARS = "vllm_dllm/step/asked/grammars.py"
+TOKENS_OF_GRAMMARS = "vllm_dllm/step/asked/candidates.py"
+GRAMMARS = ("vllm_dllm/step/asked/grammars.py", TOKENS_OF_GRAMMARS)
+"""Where the host reads what the device found for a grammar."""
 PAUSE = 3
 """Each canvas is finished at the step with this number."""
 
@@ -134,7 +136,7 @@ class Engine:
         if compares_replays:
             replays.compare(device, self.runner)
         self.script = Script()
-        device.answers[GRAMMARS] = self.script.token
+        device.answers[TOKENS_OF_GRAMMARS] = self.script.token
         self.script.install(self.runner)
         self.at_start = list(device.waits)
         for log in (device.waits, device.copies, device.launches, device.compiled):
