@@ -30,8 +30,8 @@ def test_same_tokens_as_vllms_kernels(
     stock = rejection_sampler_utils.rejection_sample
     generator = torch.Generator().manual_seed(seed)
     rng = np.random.default_rng(seed)
-    num_steps, num_slots = 4, 20
-    num_reqs = int(rng.integers(10, 21))
+    num_steps, num_slots = 4, 40
+    num_reqs = int(rng.integers(20, 41))
     slots = torch.from_numpy(rng.permutation(num_slots)[:num_reqs])
     num_rows = rng.integers(1, num_steps + 2, num_reqs)
     total = int(num_rows.sum())
