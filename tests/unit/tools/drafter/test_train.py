@@ -278,10 +278,3 @@ def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) 
     error = refusal("--steps 1 --prompts {prompts} --init-from {here}/its")
     assert f"the drafter {tmp_path}/its does not fit the target" in error
     assert "target layers: 6 in the drafter, 4 in the target" in error
-
-
-def test_does_not_overwrite(refusal: Callable[..., str], trained: Path) -> None:
-    before = (trained / "config.json").read_bytes()
-    error = refusal("--steps 1 --prompts {prompts}", out=trained)
-    assert "exists already: remove it or name another folder" in error
-    assert (trained / "config.json").read_bytes() == before
