@@ -9,6 +9,7 @@ from checkpoints.recipes.drafter.evaluate import summarize
 from checkpoints.recipes.tokenizer import EOS_ID
 from tests import tolerances
 from tests.paths import CHECKPOINTS
+from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.offline import Replayed, replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import complete
@@ -94,6 +95,14 @@ def test_an_answer_of_one_token_needs_no_verification(
     )
     assert one.emitted_lengths(3) == []
     assert sum(other.emitted_lengths(3)) == 2
+
+
+def test_refuses_a_drafter_for_another_target(
+    target: Target, half_trained: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half_trained.config, "num_target_layers", 9)
+    with pytest.raises(InputError, match="target layers: 9 in the drafter, 4 in the target"):
+        replay(target, half_trained, [[5, 6]], [[7, 8]], 3)
 
 
 def test_summary_by_task() -> None:
