@@ -5,19 +5,18 @@ from typing import Any
 
 import pytest
 
-from bench.calls import WAYS, Asked, calls_of, measure_calls, measure_loop, measure_words
+from bench.calls import PARSER, WAYS, Asked, calls_of, measure_calls, measure_loop, measure_words
 from checkpoints.recipes.exact_match import read_rows
 from tests.paths import CHECKPOINTS
 from tests.server.conftest import UNCOMPILED, serving
 
 TRAINED = CHECKPOINTS / "diffusiongemma-tiny-tools"
-OPTIONS = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4_strict")
 ROWS = read_rows(CHECKPOINTS / "held_out_tools.jsonl")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
-    with serving(TRAINED, tmp_path_factory.mktemp("trained"), *UNCOMPILED, *OPTIONS) as it:
+    with serving(TRAINED, tmp_path_factory.mktemp("trained"), *UNCOMPILED, *PARSER) as it:
         yield Asked(it.port, TRAINED)
 
 
