@@ -16,7 +16,7 @@ VOCAB = 12
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["best-guess", "drawn"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_same_tokens_as_vllms_kernels(
     seed: int, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
