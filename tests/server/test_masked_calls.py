@@ -61,6 +61,12 @@ def test_a_named_one_must_come(calling: Server, name: str) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[name])
 
 
+def test_an_answer_without_a_call_is_what_it_was(calling: Server) -> None:
+    """Beside strict functions, whose form begins where a call does."""
+    answer = ask(calling, "auto", temperature=0.0).choices[0].message
+    assert answer.content == "a d q x" and not answer.tool_calls
+
+
 def test_log_probabilities_come_with_their_step(calling: Server) -> None:
     """In chats and completions, streamed or not, and nothing of it where nobody asks."""
     asked = {"vllm_xargs": {"diffusion_logprobs": "unmask", "diffusion_acceptance": "in_order"}}

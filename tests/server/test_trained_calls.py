@@ -55,12 +55,14 @@ def test_an_answer_that_does_not_fit_says_so(trained: Asked, way: str) -> None:
             **{"max_tokens": most, **options, **more},
         )
 
-    uncut = ask(128).choices[0]
+    whole = ask(128)
+    uncut, length = whole.choices[0], whole.usage.completion_tokens
     assert uncut.finish_reason == ("stop" if way == "named" else "tool_calls")
-    for most in (14, 16, 18):
+    for most in (14, 16, 18, length - 1):  # the last has the call and no end
         cut = ask(most).choices[0]
         calls = calls_of(cut.message)
-        assert bool(calls) == (way != "auto") and calls != calls_of(uncut.message)
+        assert calls or way == "auto"
+        assert (calls == calls_of(uncut.message)) == (most == length - 1)
         assert cut.finish_reason == "length" and not cut.message.content
         *_, last = (chunk.choices[0] for chunk in ask(most, stream=True) if chunk.choices)
         assert last.finish_reason == "length"
