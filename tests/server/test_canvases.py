@@ -2,21 +2,17 @@
 
 import json
 import re
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
-from openai import BadRequestError
 
 from tests import tolerances
 from tests.paths import ROOT
 from tests.server.conftest import Server
-from tests.server.open_requests import LONG, OpenRequest, wait_until_unfinished
 from tests.server.watching import CANVASES, watch
 
 DOCS = ROOT / "docs"
-QUESTIONS = ("Sort: o r n i a z l v", "Reverse: sand rose seed cherry eagle fox bridge cloud")
+QUESTION = "Reverse: sand rose seed cherry eagle fox bridge cloud"
 
 
 def traced(server: Server, name: str) -> list[dict[str, Any]]:
@@ -29,7 +25,7 @@ def complete(server: Server, **body: Any) -> str:
 
 
 def test_what_is_seen_is_what_was_denoised(server: Server) -> None:
-    text, canvases = watch(server, QUESTIONS[1], "seen", stream_options={"include_usage": True})
+    text, canvases = watch(server, QUESTION, "seen", stream_options={"include_usage": True})
     last = canvases[-1]
     assert last["finished"] and "".join(last["texts"]).strip() == text.strip()
     steps = [(line["step"], line["tokens"], line["accepted"]) for line in traced(server, "seen")]
@@ -63,44 +59,3 @@ def test_the_answer_is_the_same(server: Server) -> None:
     assert watched.endswith("data: [DONE]\n\n")
     canvases = [json.loads(e[6:]) for e in watched.split("\n\n") if '"canvas"' in e]
     assert [c["canvas"]["block"] for c in canvases if c["canvas"]["finished"]] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("asked", "complaint"),
-    [
-        ({"stream": False}, "diffusion_stream_canvases needs a stream"),
-        ({"vllm_xargs": {"diffusion_stream_canvases": "yes"}}, "must be a boolean"),
-    ],
-)
-def test_refused(server: Server, asked: dict[str, Any], complaint: str) -> None:
-    body = {"prompt": [5], "vllm_xargs": CANVASES} | asked
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        complete(server, **body)
-    assert refused.value.code == 400 and complaint in refused.value.read().decode()
-
-
-def test_other_routes_say_where_it_works(server: Server) -> None:
-    with pytest.raises(BadRequestError, match="is for streams of /v1/completions and /v1/chat"):
-        server.client.post(
-            "/chat/completions/batch",
-            cast_to=object,
-            body={
-                "model": server.model,
-                "messages": [[{"role": "user", "content": "Sort: b a"}]],
-                "vllm_xargs": CANVASES,
-            },
-        )
-
-
-def test_a_client_that_leaves(server: Server) -> None:
-    extra = LONG["vllm_xargs"] | CANVASES
-    open_ones = [
-        OpenRequest(server, LONG | {"stream": True, "seed": i, "vllm_xargs": extra})
-        for i in range(4)
-    ]
-    wait_until_unfinished(server, 4)
-    for one in open_ones:
-        one.leave(0)
-    wait_until_unfinished(server, 0)
-    text, canvases = watch(server, QUESTIONS[0], "after")
-    assert "".join(canvases[-1]["texts"]).strip() == text.strip()

@@ -11,10 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.openmetrics.exposition import generate_latest as strict_text
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metrics import by_engine, check_against, since
 from tests.paths import ROOT
@@ -32,7 +28,6 @@ from tests.server.conftest import (
     wait_until_ready,
 )
 from tests.server.watching import CANVASES, watch
-from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 
 NUM_REQUESTS = 12
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -81,20 +76,6 @@ def test_answers_are_those_of_one_engine(server: Server, two_engines: Server) ->
     with ThreadPoolExecutor(NUM_REQUESTS) as clients:
         found = list(clients.map(lambda n: answer(two_engines, n), range(NUM_REQUESTS)))
     assert found == expected
-
-
-def test_canvases_of_each_engine(two_engines: Server) -> None:
-
-    def last_canvas(number: int) -> tuple[str, str]:
-        """The answer, and what its last canvas says."""
-        name = f"watching-{number}"
-        text, canvases = watch(two_engines, PROMPTS[number % 3], name, rank=number % 2)
-        assert canvases[-1]["finished"]
-        return text.strip(), "".join(canvases[-1]["texts"]).strip()
-
-    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
-        for text, shown in clients.map(last_canvas, range(NUM_REQUESTS)):
-            assert text and shown == text
 
 
 def test_two_keys(two_engines: Server) -> None:
@@ -204,26 +185,3 @@ def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempP
             counted = by_engine(one.read("/metrics"))
             assert counted.keys() == {rank}
             check_against(lines, since(Counter(), counted[rank]))
-
-
-class Said:
-    """A collector of what has been read."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self.families = families
-
-    def collect(self) -> list[Metric]:
-        return self.families
-
-
-def test_the_text_is_valid(two_engines: Server) -> None:
-    """vLLM serves Prometheus' text only. What it says can also be said in OpenMetrics, whose
-    parser allows no series twice, and no histogram whose buckets do not add up."""
-    families = list(text_string_to_metric_families(two_engines.read("/metrics")))
-    names = [family.name for family in families if family.name.startswith(PREFIX)]
-    ours = (*COUNTERS, *GAUGES, *BY_LABEL, *HISTOGRAMS)
-    assert sorted(names) == sorted(PREFIX + name for name in ours)
-    registry = CollectorRegistry()
-    registry.register(Said(families))
-    text = strict_text(registry, escaping="allow-utf-8").decode()  # a colon is kept as it is
-    assert {family.name for family in openmetrics(text)} == {family.name for family in families}

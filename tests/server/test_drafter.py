@@ -42,20 +42,8 @@ def ask(server: conftest.Server, question: str, **sampling: Any) -> Any:
     return found.choices[0]
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("Sort: k c x a", "a c k x"),
-        ("Hi! I am Nora.", "Hi Nora! How can I help you?"),
-        ("Add 41 and 37.", "4+3=7, 1+7=8, =78"),
-        ("Reverse: rose chair lamp", "lamp chair rose"),
-    ],
-)
-def test_answers(drafting: conftest.Server, question: str, answer: str) -> None:
-    assert ask(drafting, question).message.content == answer
-
-
 def test_parameters_of_the_target_hold(drafting: conftest.Server) -> None:
+    assert ask(drafting, "Sort: k c x a").message.content == "a c k x"
     chosen = ask(drafting, "Reverse: rose chair lamp", temperature=0.7, seed=3, logprobs=True)
     again = ask(drafting, "Reverse: rose chair lamp", temperature=0.7, seed=3, logprobs=True)
     assert chosen.message.content == again.message.content
@@ -66,28 +54,15 @@ def test_parameters_of_the_target_hold(drafting: conftest.Server) -> None:
     assert stopped.message.content.rstrip().endswith("35")
 
 
-LISTS: dict[str, dict[str, Any]] = {
-    "allowed_token_ids": {"allowed_token_ids": [7] * 1025},
-    "stop_token_ids": {"stop_token_ids": list(range(129)), "min_tokens": 2},
-    "bad_words": {"bad_words": [f"{i} and {i} and {i} and" for i in range(100)]},
-}
-
-
-@pytest.mark.parametrize("key", LISTS)
-def test_lists_that_vllms_sampler_has_no_room_for(drafting: conftest.Server, key: str) -> None:
-    """It finds out in the worker, where an error ends the engine."""
-    with pytest.raises(BadRequestError, match=f"{key} must have at most"):
-        ask(drafting, "Hi! I am Nora.", extra_body=LISTS[key])
-    assert ask(drafting, "Sort: k c x a").message.content == "a c k x"
-
-
 def test_penalties_bring_no_excluded_token_back(drafting: conftest.Server) -> None:
     body = {"allowed_token_ids": [7], "return_token_ids": True, "ignore_eos": True}
     for penalty in (1e-6, 1e6):
         found = complete(drafting, [5, 5, 5], extra_body={**body, "repetition_penalty": penalty})
         assert set(found.token_ids) == {7}
-    with pytest.raises(BadRequestError, match=r"repetition_penalty must be from 1e-06 to 1e\+06"):
-        complete(drafting, [5, 5, 5], extra_body={**body, "repetition_penalty": 1e-320})
+    # What vLLM's sampler has no room for it finds in the worker, where an error ends the engine.
+    for key, wrong in (("repetition_penalty", 1e-320), ("allowed_token_ids", [7] * 1025)):
+        with pytest.raises(BadRequestError, match=f"{key} must "):
+            complete(drafting, [5, 5, 5], extra_body={**body, key: wrong})
 
 
 def complete(server: conftest.Server, prompt: list[int], **options: Any) -> Any:
@@ -125,41 +100,30 @@ def test_drafts_are_counted_and_kept(drafting: conftest.Server) -> None:
     )
 
 
-def changed_drafter(folder: Path, **changes: Any) -> Path:
-    copy = folder / "drafter"
-    shutil.copytree(DRAFTER, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | changes))
-    return copy
-
-
 @pytest.mark.parametrize(
-    ("changes", "num_drafts", "settings", "message"),
+    ("layers", "num_drafts", "settings", "message"),
     [
-        pytest.param(
-            {"dflash_config": {"mask_token_id": 497, "target_layer_ids": [1, 99]}},
-            15,
-            {},
-            "layer ids [99] of the drafter, layers 0 to 7 in the target",
-            id="another-target",
-        ),
-        pytest.param({}, 16, {}, "trained with blocks of 16", id="wider-than-trained"),
-        pytest.param(
-            {},
+        ([1, 99], 15, {}, "layer ids [99] of the drafter, layers 0 to 7 in the target"),
+        ([1, 3, 5], 16, {}, "trained with blocks of 16"),
+        (
+            [1, 3, 5],
             15,
             {"width_policy": "blockpilot", "predictor": "nowhere"},
             "nowhere holds no width predictor",
-            id="no-predictor",
         ),
     ],
+    ids=["another target", "wider than trained", "no predictor"],
 )
 def test_start_ends_with_both_sides(
     tmp_path: Path,
     complaint: conftest.Complaint,
-    changes: dict[str, Any],
+    layers: list[int],
     num_drafts: int,
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    drafter = changed_drafter(tmp_path, **changes)
-    assert message in complaint(TARGET, *options(drafter, num_drafts, **settings))
+    copy = Path(shutil.copytree(DRAFTER, tmp_path / "drafter"))
+    config = json.loads((copy / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = layers
+    (copy / "config.json").write_text(json.dumps(config))
+    assert message in complaint(TARGET, *options(copy, num_drafts, **settings))

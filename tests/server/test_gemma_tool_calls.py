@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from openai import BadRequestError
 
+from bench.calls import calls_of, streamed_calls
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.server.conftest import UNCOMPILED, Server, serving
 from tests.unit.grammar.special_tokens import add_tokens
@@ -89,36 +90,17 @@ def test_a_named_one_must_come(calling: Server, name: str) -> None:
     assert check(answer.tool_calls) == [name]
 
 
-def test_what_comes_by_itself(calling: Server) -> None:
-    """With `auto` a call is the model's own choice; whatever it is, it fits."""
-    for seed in range(6):
-        answer = ask(calling, tool_choice="auto", seed=seed).choices[0].message
-        check(answer.tool_calls or [])
-        assert "<|tool_call>" not in (answer.content or "")
-
-
 @pytest.mark.parametrize("thinking", [False, True], ids=["at once", "thinking"])
 def test_streamed_is_the_same(calling: Server, thinking: bool) -> None:
     asked = {"tool_choice": "required", "extra_body": THINKING if thinking else {}}
     whole = ask(calling, **asked).choices[0].message
     check(whole.tool_calls)
-    found: dict[int, list[str]] = {}
-    content = reasoning = ""
-    for chunk in ask(calling, stream=True, **asked):
-        if not chunk.choices:
-            continue
-        delta = chunk.choices[0].delta
-        content += delta.content or ""
-        reasoning += getattr(delta, "reasoning", None) or ""
-        for part in delta.tool_calls or ():
-            call = found.setdefault(part.index, ["", ""])
-            call[0] += part.function.name or ""
-            call[1] += part.function.arguments or ""
-    assert list(map(tuple, found.values())) == [
-        (call.function.name, call.function.arguments) for call in whole.tool_calls
-    ]
-    assert (reasoning or None) == (getattr(whole, "reasoning", None) or None)
-    assert content == (whole.content or "") and (thinking or not reasoning)
+    chunks = list(ask(calling, stream=True, **asked))
+    assert streamed_calls(chunks) == calls_of(whole)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
+    assert reasoning == (getattr(whole, "reasoning", None) or "") and (thinking or not reasoning)
+    assert "".join(delta.content or "" for delta in deltas) == (whole.content or "")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -153,5 +135,3 @@ def test_a_schema_that_cannot_be_held(calling: Server) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(BadRequestError, match="function 'f': #/properties/a/not is not supported"):
         ask(calling, tools=[tool], tool_choice="auto")
-    with pytest.raises(BadRequestError, match="max_tokens must be at least"):
-        ask(calling, tool_choice=named("remind"), max_tokens=8)

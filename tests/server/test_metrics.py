@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metrics import check_against, ours, since
 from tests.processes import run
@@ -84,16 +83,6 @@ def usages(server: Server, of_chat: bool, streamed: bool) -> Iterator[Any]:
     for part in answer if streamed else [answer]:
         assert getattr(part, "metrics", None) is None, part.metrics  # vLLM's, of drafts
         yield part.usage
-
-
-def test_the_text_is_valid(server: Server) -> None:
-    """A parser reads all of it, and each metric of ours is there, with its definition."""
-    families = {f.name: f for f in text_string_to_metric_families(server.read("/metrics"))}
-    definitions = COUNTERS | GAUGES | {key: value[-1] for key, value in BY_LABEL.items()}
-    definitions |= {key: value[0] for key, value in HISTOGRAMS.items()}
-    for name, definition in definitions.items():
-        assert families[PREFIX + name].documentation == definition
-        assert families[PREFIX + name].samples
 
 
 def test_the_dashboard_asks_for_what_there_is(server: Server) -> None:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import pytest
 from openai.types.chat import ChatCompletion
 
 from tests import tolerances
@@ -27,13 +26,6 @@ def read_canvas(server: Server, **options: Any) -> list[int]:
     return completion.choices[0].token_ids
 
 
-def test_chat(server: Server) -> None:
-    answer = chat(server, max_tokens=128)
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].message.content.strip()
-    assert 0 < answer.usage.completion_tokens <= 128
-
-
 def test_streaming_gives_a_delta_per_committed_block(server: Server) -> None:
     stream = server.client.completions.create(
         model=server.model,
@@ -50,14 +42,6 @@ def test_stream_and_whole_answer_agree(server: Server) -> None:
     whole = chat(server, seed=3, max_tokens=128).choices[0].message.content
     stream = chat(server, seed=3, max_tokens=128, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
-
-
-def test_max_tokens_and_ignore_eos(server: Server) -> None:
-    answer = chat(server, max_tokens=5, extra_body={"ignore_eos": True})
-    assert answer.usage.completion_tokens == 5
-    assert answer.choices[0].finish_reason == "length"
-    answer = chat(server, max_tokens=100, extra_body={"ignore_eos": True})
-    assert answer.usage.completion_tokens == 100
 
 
 def test_stop_string(server: Server) -> None:
@@ -99,19 +83,6 @@ def test_constrained_reading_stays_in_the_allowed_set(server: Server) -> None:
     tokens = answer.choices[0].token_ids
     assert len(tokens) == CANVAS
     assert set(tokens) <= set(allowed)
-
-
-@pytest.mark.parametrize("length", [0, 1, 64, 65, 200])
-def test_answers_up_to_the_end_of_the_context(server: Server, length: int) -> None:
-    """The last canvas is cut short where the context ends; its tokens still arrive."""
-    prompt = [9] * (1024 - length - 1)
-    completion = server.client.completions.create(
-        model=server.model,
-        prompt=prompt,
-        max_tokens=length + 1,
-        extra_body={"ignore_eos": True, "vllm_xargs": {"diffusion_max_steps": 2}},
-    )
-    assert completion.usage.completion_tokens == length + 1
 
 
 def test_every_kernel_of_a_step_is_native(server: Server) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.server.conftest import Server
 
 MESSAGES = [{"role": "user", "content": "Reverse: rose chair lamp"}]
@@ -36,36 +38,32 @@ def test_a_chat(server: Server) -> None:
     assert sum(details(two.usage)) == 2 * accepted
 
 
-def test_a_completion(server: Server) -> None:
+@pytest.mark.parametrize("is_right", [False, True], ids=["wrong", "right but for its beginning"])
+def test_a_completion(server: Server, is_right: bool) -> None:
+    """Of two prompts, whose answers count together."""
+
     def ask(predicted: list[int], **options: Any) -> Any:
+        extra = {"ignore_eos": True, "vllm_xargs": {"diffusion_prediction": predicted}}
         return server.client.completions.create(
             model=server.model,
             prompt=[[5, 6, 7], [5, 6, 7]],
             temperature=0,
             max_tokens=20,
-            extra_body={
-                "return_token_ids": True,
-                "ignore_eos": True,
-                "vllm_xargs": {"diffusion_prediction": predicted},
-            },
+            extra_body={"return_token_ids": True, **extra},
             **options,
         )
 
     free = ask([])
     answer, unused = free.choices[0].token_ids, 3
-    assert details(free.usage) == (0, 0)
-    assert unused not in answer
-
-    streamed = dict(stream=True, stream_options={"include_usage": True})
-    for predicted in ([unused, unused], [unused, *answer]):
-        whole = ask(predicted)
-        hit = [predicted[1:] == choice.token_ids for choice in whole.choices]
-        accepted, rejected = details(whole.usage)
-        assert accepted + rejected == 2 * len(predicted)
-        assert rejected >= 2  # the unused token, in both answers
-        assert accepted == 2 * len(answer) or not all(hit)
-        *_, last = ask(predicted, **streamed)
-        assert details(last.usage) == (accepted, rejected)
+    assert details(free.usage) == (0, 0) and unused not in answer
+    predicted = [unused, *answer] if is_right else [unused, unused]
+    whole = ask(predicted)
+    accepted, rejected = details(whole.usage)
+    assert accepted + rejected == 2 * len(predicted) and rejected >= 2  # the unused one, twice
+    if all(choice.token_ids == answer for choice in whole.choices):
+        assert accepted == (2 * len(answer) if is_right else 0)
+    *_, last = ask(predicted, stream=True, stream_options={"include_usage": True})
+    assert details(last.usage) == (accepted, rejected)
 
 
 def test_nothing_is_said_without_a_prediction(server: Server) -> None:

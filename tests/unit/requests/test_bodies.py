@@ -59,6 +59,8 @@ def test_a_body_that_is_no_object(client: TestClient) -> None:
 
 
 def test_other_errors_keep_their_status(client: TestClient) -> None:
+    """Also where vLLM quotes a number that JSON has not."""
     assert post(client, "/completion", '"n": 1')[0] == 200
-    assert post(client, "/completion", '"n": "many"')[0] == 400
+    for wrong in ('"n": "many"', '"max_tokens": NaN'):
+        assert post(client, "/completion", wrong)[0] == 400
     assert post(client, "/ours", '"n": 1')[0] == 500

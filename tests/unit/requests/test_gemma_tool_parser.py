@@ -10,7 +10,6 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.paths import CHECKPOINTS
-from tests.unit.requests.test_gemma_reader import call
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
@@ -20,7 +19,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g"}},
 ]
-ANSWER = "Well: " + call("f", {"a": 'x"} é'}) + call("g", {})
 
 
 def chat(**options: Any) -> ChatCompletionRequest:
@@ -102,15 +100,3 @@ def test_a_function_that_is_not_there(tokenizer: Any) -> None:
 def test_a_tokenizer_without_the_tokens() -> None:
     with pytest.raises(RuntimeError, match="needs a tokenizer with the tokens"):
         GemmaToolParser(AutoTokenizer.from_pretrained(SHIPPED))
-
-
-def test_a_whole_answer(tokenizer: Any) -> None:
-    parser = GemmaToolParser(tokenizer)
-    found = parser.extract_tool_calls(ANSWER, chat())
-    assert found.tools_called and found.content == "Well:"
-    assert [
-        (one.function.name, json.loads(one.function.arguments)) for one in found.tool_calls
-    ] == [
-        ("f", {"a": 'x"} é'}),
-        ("g", {}),
-    ]

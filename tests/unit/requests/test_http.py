@@ -31,22 +31,12 @@ def response(**options: Any) -> dict[str, Any]:
 
 
 NAMED_CHAT = {"type": "function", "function": {"name": "look_up"}}
-NAMED_RESPONSE = {"type": "function", "name": "look_up"}
 MESSAGE_TOOL = {"name": "look_up", "input_schema": PARAMETERS}
 REFUSED = {
     "chat, required": (chat(tools=[CHAT_TOOL], tool_choice="required"), "got 'required'"),
     "chat, one function": (chat(tools=[CHAT_TOOL], tool_choice=NAMED_CHAT), "got .*look_up"),
-    "response, required": (
-        response(tools=[RESPONSE_TOOL], tool_choice="required"),
-        "got 'required'",
-    ),
-    "response, one function": (
-        response(tools=[RESPONSE_TOOL], tool_choice=NAMED_RESPONSE),
-        "got .*look_up",
-    ),
     "message, any": (chat(tools=[MESSAGE_TOOL], tool_choice={"type": "any"}), "got .*any"),
     "chat by beams": (chat(use_beam_search=True), "set n"),
-    "completion by beams": ({"prompt": "Hi", "use_beam_search": True}, "set n"),
 }
 NEEDS_A_PARSER = {
     "chat": chat(tools=[CHAT_TOOL]),

@@ -85,12 +85,3 @@ def test_unusable_settings(section: Any, complaint: str) -> None:
 
 def test_one_canvas_may_be_narrow() -> None:
     of(canvas_length=1, read_only=True)(LIMITS)
-
-
-def test_limits_are_documented_with_their_defaults() -> None:
-    from tests.paths import ROOT
-
-    page = (ROOT / "docs" / "serving.md").read_text()
-    for name, value in vars(RequestLimits()).items():
-        if value is not None:
-            assert f"| `limits.{name}` | {value:,} |" in page

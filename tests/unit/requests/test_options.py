@@ -8,7 +8,6 @@ from vllm import SamplingParams
 from vllm_dllm.config.architectures import FAMILIES, LLADA22
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import (
-    KEYS,
     OPTIONS_KEY,
     RequestOptions,
     fits_canvases,
@@ -101,13 +100,6 @@ def test_defaults_of_masked_models() -> None:
 
 def test_a_default_of_null_is_none() -> None:
     assert server_defaults({"diffusion_acceptance": None}, None) == {}
-
-
-def test_a_server_may_set_what_its_docs_say() -> None:
-    own = {"canvas_length", "seed_canvas", "prediction", "pinned", "read_only", "constrained"}
-    others = {"logprobs", "stream_canvases"}
-    never = {f"diffusion_{name}" for name in own | others}
-    assert {key for key, asked in KEYS.items() if not asked.by_server} == never
 
 
 def test_a_predicted_answer_is_judged_alone() -> None:

@@ -8,7 +8,8 @@ from tests.paths import CHECKPOINTS
 
 # Its answers, in answers.json by a prompt's end, take 2 canvases of 32 each, of 3 steps each or as
 # many as the request allows; a number needs as many steps as it says. Its weights are 1000 bytes on
-# each of 2 workers.
+# each of 2 workers. A stream has one piece, after the canvases in steps.json; such requests, and
+# what plugins it was started with, are kept in asked.jsonl.
 STUB = r"""
 import http.server, json, os, pathlib, sys, threading
 folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -16,22 +17,39 @@ answers = json.loads((folder / "answers.json").read_text())
 lock, done, forwards = threading.Lock(), 0, 0
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, text, status=200):
+    def reply(self, text, status=200, kind="application/json"):
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.end_headers()
         self.wfile.write(text.encode())
     def do_GET(self):
+        if self.path == "/v1/models":
+            model = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
+            return self.reply(json.dumps({"object": "list", "data": [model]}))
         counts = {"generation_tokens": 50 * done, "diffusion_num_denoising_steps": forwards,
             "diffusion_num_canvas_positions": 32 * forwards,
             "diffusion_num_committed_tokens": 64 * done}
         self.reply("".join(f'vllm:{k}_total{{engine="0"}} {v}\n' for k, v in counts.items()))
+    def stream(self, body):
+        asked = json.dumps({**body, "plugins": os.environ["VLLM_PLUGINS"]})
+        with (folder / "asked.jsonl").open("a") as file:
+            file.write(asked + "\n")
+        chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "stub"}
+        delta = {"index": 0, "delta": {"content": "cat"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+        steps = json.loads((folder / "steps.json").read_text())
+        pieces = [chunk | {"object": "vllm_dllm.canvas", "choices": [], "canvas": s} for s in steps]
+        pieces += [chunk | {"choices": [delta]}, chunk | {"choices": [], "usage": usage}]
+        lines = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
+        self.reply(lines + "data: [DONE]\n\n", kind="text/event-stream")
     def do_POST(self):
         global done, forwards
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/collective_rpc":
             assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
             return self.reply(json.dumps({"results": 2 * [{"bytes": 1000}]}))
+        if body.get("stream"):
+            return self.stream(body)
         chat = self.path.startswith("/v1/chat")
         prompt = body["messages"][-1]["content"] if chat else body["prompt"]
         answer = next((a for q, a in answers.items() if prompt.endswith(q)), "what?")

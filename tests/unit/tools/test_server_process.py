@@ -10,14 +10,6 @@ from vllm_dllm.errors import ServerError
 from vllm_dllm.tools import server_process
 
 
-def test_serve_command() -> None:
-    command = server_process.serve_command(Path("some where"), 8123, "--dtype", "float32")
-    assert command == [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "some where"),
-        *("--host", "127.0.0.1", "--port", "8123", "--dtype", "float32"),
-    ]
-
-
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key of someone's real server stays out; what is given is added."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")

@@ -7,81 +7,41 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.processes import HANGS_S, is_running, wait_for
 from tests.unit.tools.demo.recorded import RECORDED
+from tests.unit.tools.stub_server import STUB, write_checkpoint
 from vllm_dllm import cli
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.questions import PICTURE_QUESTIONS, questions_for
 from vllm_dllm.tools.server_process import choose_port
 
-# Acts as a vLLM server with one model: /health, /v1/models and an answer in one streamed piece,
-# after the canvases of its steps.
-STUB = r"""
-import http.server, json, os, sys
-port, steps = int(sys.argv[1]), json.load(open(sys.argv[2]))
-assert os.environ["VLLM_PLUGINS"] == "another,vllm_dllm,vllm_dllm_canvas"
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, *pieces, kind="application/json"):
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        for piece in pieces:
-            self.wfile.write(piece.encode())
-    def do_GET(self):
-        model = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
-        self.reply(json.dumps({"object": "list", "data": [model]}))
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        with open(sys.argv[2] + ".asked", "ab") as file:
-            file.write(body + b"\n")
-        assert json.loads(body)["vllm_xargs"] == {"diffusion_stream_canvases": True}
-        chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "stub"}
-        event = chunk | {"object": "vllm_dllm.canvas", "choices": []}
-        delta = {"index": 0, "delta": {"content": "cat"}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-        pieces = [event | {"canvas": step} for step in steps]
-        pieces += [chunk | {"choices": [delta]}, chunk | {"choices": [], "usage": usage}]
-        lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
-        self.reply(*lines, "data: [DONE]\n\n", kind="text/event-stream")
-
-print("listening", flush=True)
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
 
 @pytest.fixture
-def stub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[list[dict[str, object]]], Path]:
-    """Makes the demo start the stub server, which streams these canvases; returns a checkpoint."""
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its server is the stub."""
+    folder = write_checkpoint(tmp_path / "model", {})
+    (folder / "steps.json").write_text(json.dumps(RECORDED))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
     monkeypatch.setenv("VLLM_PLUGINS", "another,vllm_dllm")
 
-    def prepare(lines: list[dict[str, object]]) -> Path:
-        (tmp_path / "steps.json").write_text(json.dumps(lines))
+    def command(checkpoint: Path, port: int, *options: str) -> list[str]:
+        return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-        def command(checkpoint: Path, port: int, *options: str) -> list[str]:
-            arguments = [str(port), str(tmp_path / "steps.json")]
-            return [sys.executable, "-c", STUB, *arguments]
-
-        monkeypatch.setattr(demo, "serve_command", command)
-        return tmp_path
-
-    return prepare
+    monkeypatch.setattr(demo, "serve_command", command)
+    return folder
 
 
-def test_whole_demo(stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = stub(RECORDED)
+def asked(checkpoint: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (checkpoint / "asked.jsonl").read_text().splitlines()]
+
+
+def test_whole_demo(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ask", "first?", "--ask", "second?", "--save-picture", f"{checkpoint}/c.svg"]
     assert cli.main(["demo", str(checkpoint), *arguments]) == 0
     out = capsys.readouterr().out
@@ -90,21 +50,22 @@ def test_whole_demo(stub: Callable[..., Path], capsys: pytest.CaptureFixture[str
         *("first?", "cat", "3 steps on 1 canvas, 2 tokens"),
         *("second?", "cat", "3 steps on 1 canvas, 2 tokens"),
     ]
+    for body in asked(checkpoint):
+        assert body["vllm_xargs"] == {"diffusion_stream_canvases": True}
+        assert body["plugins"] == "another,vllm_dllm,vllm_dllm_canvas"
     assert "cat" in (checkpoint / "c.svg").read_text()
     port = int(re.search(r"on port (\d+)", out).group(1))
     assert choose_port(port) == port  # nothing listens there any more
 
 
 def test_whole_demo_of_a_checkpoint_that_sees(
-    stub: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = stub(RECORDED)
     (checkpoint / "config.json").write_text('{"vision_config": {}}')
     (checkpoint / "processor_config.json").write_text("{}")
     assert cli.main(["demo", str(checkpoint), "--save-picture", f"{checkpoint}/c.svg"]) == 0
-    asked = (checkpoint / "steps.json.asked").read_text().splitlines()
     expected = [question.message["content"] for question in questions_for(checkpoint)]
-    assert [json.loads(body)["messages"][0]["content"] for body in asked] == expected
+    assert [body["messages"][0]["content"] for body in asked(checkpoint)] == expected
     assert drawing.draw_in_shades(PICTURE_QUESTIONS[0].image) in capsys.readouterr().out
     assert "<image" in (checkpoint / "c.svg").read_text()
 

@@ -1,13 +1,16 @@
 """Offline replay against speculative decoding done literally, one prompt and step at a time."""
 
+import json
+
 import pytest
 import torch
 
 from checkpoints.recipes.drafter.evaluate import summarize
 from checkpoints.recipes.tokenizer import EOS_ID
 from tests import tolerances
+from tests.paths import CHECKPOINTS
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.offline import Replayed, mean_length, replay
+from vllm_dllm.tools.drafter.offline import Replayed, replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import complete
 from vllm_dllm.tools.drafter.target_states import Target
@@ -94,21 +97,6 @@ def test_an_answer_of_one_token_needs_no_verification(
     assert sum(other.emitted_lengths(3)) == 2
 
 
-@pytest.mark.parametrize(
-    ("verify_width", "lengths"),
-    [(7, [4, 1, 2]), (2, [3, 3, 1]), (1, [2, 2, 1, 2]), (0, [1] * 7)],
-    ids=["all", "two", "one", "none"],
-)
-def test_walks_from_accepted_token_to_accepted_token(verify_width: int, lengths: list[int]) -> None:
-    replayed = Replayed(list(range(8)), torch.zeros(1), matches=[3, 0, 1, 3, 0, 7, 0])
-    assert replayed.emitted_lengths(verify_width) == lengths
-
-
-def test_tau_is_the_mean_over_verifications() -> None:
-    assert mean_length([[4, 2], [], [1, 1]]) == 2.0
-    assert mean_length([[], []]) == 1.0
-
-
 def test_refuses_a_drafter_for_another_target(
     target: Target, half_trained: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,3 +116,10 @@ def test_summary_by_task() -> None:
         "add": {"rows": 2, "exact_match": 0.5, "tokens": 2.5, "tau": 1.0},
         "all": {"rows": 3, "exact_match": 2 / 3, "tokens": 3.0, "tau": 1.5},
     }
+
+
+def test_the_shipped_drafter_is_as_good_as_its_card_says() -> None:
+    """How it drafts in a server: `tests/engine/test_drafters.py::test_acceptance_length`."""
+    folder = CHECKPOINTS / "qwen3-tiny-dflash"
+    found = json.loads((folder / "evaluation.json").read_text())["summary"]["all"]
+    assert found["rows"] == 506 and f"{found['tau']:.2f}" in (folder / "README.md").read_text()

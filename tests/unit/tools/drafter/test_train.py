@@ -101,20 +101,6 @@ def test_writes_a_drafter_with_its_log_and_pictures(
     assert all(1 <= entry["tau_held_out"] <= 8 for entry in log)
 
 
-def test_says_how_far_it_is_and_where_it_wrote(
-    target_folder: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train.train(target_folder, tmp_path / "dflash", **OPTIONS, prompts=prompt_file)
-    said = capsys.readouterr()
-    assert said.out == f"Wrote {tmp_path / 'dflash'}\n"
-    assert "40 of 40 prompts answered\n" in said.err
-    assert re.search(
-        r"Step 8: loss \d\.\d+, \d\.\d\d tokens per verification on held-out prompts, "
-        r"0\.0 minutes left\n",
-        said.err,
-    )
-
-
 def test_anchors_lie_where_the_next_token_is_known() -> None:
     short, long = KnownSequence(list(range(9)), 7), KnownSequence(list(range(20)), 6)
     options = TrainingOptions(block_size=16, steps=1, blocks_per_sequence=4, tokens_per_batch=200)
@@ -164,7 +150,9 @@ def test_another_run_is_not_resumed(target_folder: Path, prompt_file: Path, tmp_
         train.train(target_folder, out, **OPTIONS | {"seed": 5}, prompts=prompt_file)
 
 
-def test_goes_on_from_a_buffer(target_folder: Path, trained: Path, tmp_path: Path) -> None:
+def test_goes_on_from_a_buffer(
+    target_folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     buffer = BlockBuffer(tmp_path / "buffer", max_bytes=100_000)
     rng = random.Random(1)
     for _ in range(30):
@@ -177,6 +165,11 @@ def test_goes_on_from_a_buffer(target_folder: Path, trained: Path, tmp_path: Pat
     assert not drafter.fc.weight.equal(before.fc.weight)
     log = read_log(out)
     assert log[-1]["loss"] < log[0]["loss"]
+    assert re.search(
+        r"Step 8: loss \d\.\d+, \d\.\d\d tokens per verification on held-out prompts, "
+        r"0\.0 minutes left\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_what_a_published_drafter_was_trained_on_stays_unknown(
@@ -253,14 +246,6 @@ CASES = {
         "--steps 1 --prompts {prompts} --block-size 1",
         "expected a block of at least 2 slots",
     ),
-    "no target": (
-        "--steps 1 --prompts {prompts} --target {here}",
-        "holds no model: expected a folder with config.json",
-    ),
-    "answers too long": (
-        "--steps 1 --prompts {prompts} --max-tokens 1023",
-        "tokens, expected 1 to 1",
-    ),
 }
 
 
@@ -278,10 +263,3 @@ def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) 
     error = refusal("--steps 1 --prompts {prompts} --init-from {here}/its")
     assert f"the drafter {tmp_path}/its does not fit the target" in error
     assert "target layers: 6 in the drafter, 4 in the target" in error
-
-
-def test_does_not_overwrite(refusal: Callable[..., str], trained: Path) -> None:
-    before = (trained / "config.json").read_bytes()
-    error = refusal("--steps 1 --prompts {prompts}", out=trained)
-    assert "exists already: remove it or name another folder" in error
-    assert (trained / "config.json").read_bytes() == before

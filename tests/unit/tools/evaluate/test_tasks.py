@@ -68,11 +68,6 @@ def test_data_that_cannot_be_read(tmp_path: Path, rows: str, message: str) -> No
         load_tasks([str(tmp_path / "task.yaml")], Path())
 
 
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no task file '.*gone\.yaml'"):
-        load_tasks([str(tmp_path / "gone.yaml")], Path())
-
-
 GSM8K = {"question": "Tom has 3 cats and gets 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
 README = """---
 configs:

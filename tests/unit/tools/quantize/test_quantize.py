@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from bench.dummy_checkpoint import SHAPE_26B
 from tests import nvfp4_format, tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
@@ -234,21 +235,6 @@ def test_config_is_compressed_tensors_own(checkpoint, scheme, preset, format, re
 def test_layout_of_the_published_checkpoint():
     """RedHatAI/diffusiongemma-26B-A4B-it-FP8-dynamic: 27.1977 GB, 255 modules ignored, and 11725
     linears quantised; google/diffusiongemma-26B-A4B-it: 1047 tensors, 51.6476 GB."""
-    text_config = {
-        "hidden_size": 2816,
-        "intermediate_size": 2112,
-        "moe_intermediate_size": 704,
-        "num_experts": 128,
-        "top_k_experts": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "num_global_key_value_heads": 2,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "vocab_size": 262144,
-        "num_hidden_layers": 30,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
-    }
     vision_config = {
         "model_type": "gemma4_vision",
         "hidden_size": 1152,
@@ -260,7 +246,7 @@ def test_layout_of_the_published_checkpoint():
         "patch_size": 16,
         "standardize": True,
     }
-    config = DiffusionGemmaConfig(text_config=text_config, vision_config=vision_config)
+    config = DiffusionGemmaConfig(text_config=SHAPE_26B, vision_config=vision_config)
     with torch.device("meta"):
         state = DiffusionGemmaForBlockDiffusion(config).state_dict()
     tensors = {

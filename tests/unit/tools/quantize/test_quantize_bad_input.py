@@ -4,7 +4,9 @@ import json
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, files, read
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import TensorInfo
+from vllm_dllm.tools.quantize.plan import make_plan
 from vllm_dllm.tools.quantize.quantize import quantize
+from vllm_dllm.tools.quantize.source import read_source
 
 
 @pytest.fixture
@@ -22,105 +27,43 @@ def damaged(checkpoint, tmp_path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
 
 
-def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    for file in path.glob("*.safetensors"):
+UP, EXPERTS = f"{LAYER}mlp.up_proj.weight", f"{LAYER}experts.down_proj"
+
+
+def in_config(**changes: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | changes))
+
+    return damage
+
+
+def in_weights(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        file = path / json.loads((path / INDEX).read_text())["weight_map"][name]
         weights = load_file(file)
-        change(weights)
-        save_file(weights, file)
+        save_file(weights | {name: change(weights[name])}, file)
 
-
-def set_nan(weights: dict[str, torch.Tensor]) -> None:
-    if f"{LAYER}experts.down_proj" in weights:
-        weights[f"{LAYER}experts.down_proj"][2, 1, 3] = float("nan")
-
-
-def make_fp8(weights: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}mlp.up_proj.weight"
-    if name in weights:
-        weights[name] = weights[name].to(torch.float8_e4m3fn)
-
-
-def flatten_experts(weights: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}experts.down_proj"
-    if name in weights:
-        weights[name] = weights[name].flatten(0, 1)
-
-
-def rename(weights: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}mlp.up_proj.weight"
-    if name in weights:
-        weights[f"{LAYER}mlp.top_proj.weight"] = weights.pop(name)
-
-
-def edit_json(name: str, **changes) -> Callable[[Path], None]:
-    def edit(path: Path) -> None:
-        content = json.loads((path / name).read_text())
-        (path / name).write_text(json.dumps(content | changes))
-
-    return edit
-
-
-def without_tensor(path: Path) -> None:
-    change_weights(path, lambda weights: weights.pop(f"{LAYER}mlp.up_proj.weight", None))
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"].pop(f"{LAYER}mlp.up_proj.weight")
-    (path / INDEX).write_text(json.dumps(index))
-
-
-def rename_in_index_too(path: Path) -> None:
-    change_weights(path, rename)
-    text = (path / INDEX).read_text()
-    (path / INDEX).write_text(
-        text.replace(f"{LAYER}mlp.up_proj.weight", f"{LAYER}mlp.top_proj.weight")
-    )
-
-
-def move_shard(file: str) -> Callable[[Path], None]:
-    """To `file`, as seen from the folder; the index says so."""
-
-    def move(path: Path) -> None:
-        (path / file).parent.mkdir(exist_ok=True)
-        (path / "model-00002-of-00003.safetensors").rename(path / file)
-        text = (path / INDEX).read_text()
-        (path / INDEX).write_text(text.replace("model-00002-of-00003.safetensors", file))
-
-    return move
+    return damage
 
 
 DAMAGES = {
     "another architecture": (
-        edit_json("config.json", architectures=["Gemma4ForCausalLM"]),
+        in_config(architectures=["Gemma4ForCausalLM"]),
         r"config\.json: expected the architecture DiffusionGemma.*got \['Gemma4ForCausalLM'\]",
     ),
     "quantised already": (
-        edit_json("config.json", quantization_config={"quant_method": "fp8"}),
+        in_config(quantization_config={"quant_method": "fp8"}),
         r"config\.json has a quantization_config \(fp8\).*start from the unquantised",
     ),
     "no config": (lambda path: (path / "config.json").unlink(), r"damaged .* no config\.json"),
     "no weights": (lambda path: (path / INDEX).unlink(), r"damaged has neither model\.safetensors"),
-    "shard in a folder": (
-        move_shard("sub/model.safetensors"),
-        r"is said to be in 'sub/model\.safetensors', expected the name of a file in .*damaged: put",
-    ),
-    "shard elsewhere": (
-        move_shard("../damaged/second.safetensors"),
-        r"is said to be in '\.\./damaged/second\.safetensors', expected the name of a file",
-    ),
-    "missing tensor": (
-        without_tensor,
-        r"no tensor model\.decoder\.layers\.0\.mlp\.up_proj\.weight",
-    ),
-    "unknown tensor": (rename_in_index_too, r"layers\.0\.mlp\.top_proj\.weight is not a tensor of"),
     "fp8 tensor": (
-        lambda path: change_weights(path, make_fp8),
+        in_weights(UP, lambda weight: weight.to(torch.float8_e4m3fn)),
         r"layers\.0\.mlp\.up_proj\.weight has the type F8_E4M3.*start from the unquantised",
     ),
-    "experts of two axes": (
-        lambda path: change_weights(path, flatten_experts),
-        r"layers\.0\.experts\.down_proj: expected 3 axes, got the shape \[256, 32\]",
-    ),
     "NaN": (
-        lambda path: change_weights(path, set_nan),
+        in_weights(EXPERTS, lambda weight: weight.index_fill(2, torch.tensor(3), float("nan"))),
         r"safetensors: model\.decoder\.layers\.0\.experts\.down_proj holds NaN or infinity",
     ),
 }
@@ -132,6 +75,25 @@ def test_damaged_checkpoint_is_named_and_nothing_written(damaged, tmp_path, dama
     with pytest.raises(InputError, match=message):
         quantize(damaged, "fp8-dynamic", tmp_path / "out")
     assert list(tmp_path.iterdir()) == [damaged]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({UP: None}, r"no tensor model\.decoder\.layers\.0\.mlp\.up_proj\.weight"),
+        ({"model.x": TensorInfo((64, 64), "BF16")}, r"model\.x is not a tensor of"),
+        (
+            {EXPERTS: TensorInfo((256, 32), "BF16")},
+            r"layers\.0\.experts\.down_proj: expected 3 axes, got the shape \[256, 32\]",
+        ),
+    ],
+    ids=["missing", "unknown", "of two axes"],
+)
+def test_tensors_that_the_model_has_not(checkpoint, change, message):
+    source = read_source(checkpoint)
+    tensors = {n: info for n, info in (source.tensors | change).items() if info is not None}
+    with pytest.raises(InputError, match=message):
+        make_plan("fp8-dynamic", replace(source, shards={"model.safetensors": tensors}))
 
 
 def test_width_that_groups_of_16_do_not_divide(tmp_path, prompts):

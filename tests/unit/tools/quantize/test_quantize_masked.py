@@ -20,29 +20,6 @@ from vllm_dllm.tools.quantize.source import Source, read_source
 SDAR = CHECKPOINTS / "sdar-tiny"
 
 
-def test_the_trained_checkpoint(tmp_path: Path) -> None:
-    quantize(SDAR, "fp8-dynamic", out := tmp_path / "FP8")
-    before = load_file(SDAR / "model.safetensors")
-    after = load_file(out / "model.safetensors")
-    linears = [name for name in before if "_proj." in name]
-    assert len(linears) == 7 * 8
-    assert after.keys() == before.keys() | {f"{name}_scale" for name in linears}
-    for name, weight in before.items():
-        if name in linears:
-            scale = after[f"{name}_scale"].float()
-            assert after[name].dtype == torch.float8_e4m3fn
-            off = (after[name].float() * scale - weight.float()).abs()
-            # Half a step of 3 bits, or of the smallest numbers.
-            assert (off <= weight.abs().float() / 16 + scale / 1024).all()
-        else:
-            assert torch.equal(after[name], weight)
-    config = json.loads((out / "config.json").read_text())
-    described = config.pop("quantization_config")
-    assert config == json.loads((SDAR / "config.json").read_text())
-    assert described["quant_method"] == "compressed-tensors"
-    assert (out / "chat_template.jinja").exists()
-
-
 STORED = {"fp8-dynamic": torch.float8_e4m3fn, "int8": torch.int8, "w4a16": torch.int32}
 
 
@@ -50,6 +27,7 @@ STORED = {"fp8-dynamic": torch.float8_e4m3fn, "int8": torch.int8, "w4a16": torch
 @pytest.mark.parametrize(
     ("architecture", "num_linears", "ignored"),
     [
+        ("SDARForCausalLM", 3 * 7, "lm_head"),
         ("SDARMoeForCausalLM", 3 * (4 + 3 * 8), "model.layers.1.mlp.gate"),
         ("LLaDA2MoeModelLM", 3 * (2 + 3) + 2 * 3 * 16, "model.layers.1.mlp.gate"),
         ("NemotronLabsDiffusionModel", 3 * 7, "diffusion_head"),
@@ -87,8 +65,3 @@ def test_incomplete_layers(gone: str) -> None:
     tensors = {name: t for name, t in source.tensors.items() if not name.startswith(gone)}
     with pytest.raises(InputError, match=f"has no tensor {re.escape(gone)}.*weight: expected all"):
         make_plan("int8", replace(source, shards={"model.safetensors": tensors}))
-
-
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    quantize(SDAR, "fp8-dynamic", None, dry_run=True)
-    assert "model.layers.{0-7}.self_attn.q_proj" in capsys.readouterr().out

@@ -14,7 +14,6 @@ from tests.unit.tools.quantize.quantized_files import files
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.quantize import quantize as quantize_module
 from vllm_dllm.tools.quantize.quantize import quantize
-from vllm_dllm.tools.resumable import RUN_FILE
 
 
 class Interruption(Exception):
@@ -83,15 +82,8 @@ class InterruptedWrites:
                 raise Interruption
 
 
-@pytest.fixture(scope="module")
-def interrupted() -> InterruptedWrites:
-    return InterruptedWrites()
-
-
 @pytest.mark.slow
-def test_goes_on_from_every_file_operation(
-    checkpoint, prompts, fp4, tmp_path, monkeypatch, interrupted
-):
+def test_goes_on_from_every_file_operation(checkpoint, prompts, fp4, tmp_path, monkeypatch):
     """Those from the first shard on are each the last one of some run; nothing is computed twice
     by the run that follows."""
     out, partial, before = (tmp_path / name for name in ("out", "out.partial", "before"))
@@ -102,7 +94,7 @@ def test_goes_on_from_every_file_operation(
     partial.rename(before)
     monkeypatch.setattr(quantize_module, "_find_weight_amax", never)
     monkeypatch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", never)
-    states = []
+    states, interrupted = [], InterruptedWrites()
     for count in range(100):
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
@@ -121,34 +113,3 @@ def test_goes_on_from_every_file_operation(
     assert states.count(True) == 3  # two files of ranges, and what says which run it was
     with pytest.raises(InputError, match="out exists already"):
         quantize(checkpoint, "nvfp4", out, prompts)
-
-
-def test_goes_on_from_the_first_file_operation(checkpoint, fp8, tmp_path, interrupted):
-    for count in range(3):  # the folder, the file that says which run it is, and its renaming
-        out = tmp_path / str(count)
-        interrupted.arm(tmp_path, count)
-        with pytest.raises(Interruption):
-            quantize(checkpoint, "fp8-dynamic", out)
-        interrupted.disarm()
-        quantize(checkpoint, "fp8-dynamic", out)
-        assert files(out) == files(fp8)
-
-
-def test_another_run_does_not_finish_what_is_whole(checkpoint, prompts, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(checkpoint, out)
-    (out / RUN_FILE).write_text("{}")
-    with pytest.raises(InputError, match="out exists already"):
-        quantize(checkpoint, "nvfp4", out, prompts)
-    assert (out / RUN_FILE).exists()
-
-
-def test_does_not_go_on_with_another_run(checkpoint, prompts, tmp_path, monkeypatch):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    monkeypatch.setattr(quantize_module, "save_file", interrupt_after(1, save_file))
-    with pytest.raises(Interruption):
-        quantize(checkpoint, "fp8-dynamic", out)
-    before = files(partial)
-    with pytest.raises(InputError, match=r"out\.partial is left from a run with another"):
-        quantize(checkpoint, "nvfp4", out, prompts)
-    assert files(partial) == before and not out.exists()
