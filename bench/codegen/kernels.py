@@ -11,6 +11,7 @@ from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
 from vllm_dllm.denoise.vocab_stream import BLOCK
+from vllm_dllm.experts import activation_triton
 from vllm_dllm.experts import few_rows_triton as experts
 from vllm_dllm.step.uniform import condition_triton, settle_triton
 
@@ -81,6 +82,7 @@ def _sampler(chip: int) -> Iterator[tuple[str, Case]]:
     yield "vocabulary, read_blocks", read_blocks()
     yield "vocabulary, join_blocks", join_blocks()
     yield "self-conditioning, weigh", weigh()
+    yield "self-conditioning, add", add_tile()
     yield "self-conditioning, add_needed, bf16", add_needed("bf16")
     yield "acceptance and next canvas", settle()
     yield "self-conditioning, store", store_soft()
@@ -121,6 +123,12 @@ def weigh() -> Case:
         multiples=("width",),
         options={"num_warps": 8},
     )
+
+
+def add_tile() -> Case:
+    pointers = {"before": "fp32", "product": "bf16", "decay": "fp32", "found": "fp32"}
+    constants = {"BLOCK": embedding._ADDED}
+    return Case(embedding._add_kernel, pointers, constants, multiples=("width",))
 
 
 def add_needed(dtype: str) -> Case:
@@ -186,9 +194,19 @@ def _experts() -> Iterator[tuple[str, Case]]:
             name = f"{'fp8' if dtype == FP8 else dtype}, {size} rows"
             yield f"experts, gate_up, {name}", gate_up(dtype, size)
             yield f"experts, down, {name}", down(dtype, size)
+    yield "experts, activate and quantise", activate()
     yield (
         "experts, sum",
         Case(experts._sum_kernel, EXPERTS, {"K": 2816, "TOP_K": 8, "BLOCK": experts._SUMMED}),
+    )
+
+
+def activate() -> Case:
+    return Case(
+        activation_triton._activate_and_quantise_kernel,
+        {"products": "bf16", "quantised": FP8, "scale": "fp32"},
+        {"N": WIDTHS["N"], "BLOCK": 1024, "IS_GELU": True},
+        options={"num_warps": 4},
     )
 
 
