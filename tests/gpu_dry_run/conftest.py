@@ -13,7 +13,11 @@ KERNELS = {
     "vllm.v1.worker.gpu.buffer_utils": ("_apply_write_kernel",),
     "vllm_dllm.denoise.draws_triton": ("_temperature_and_noise_kernel",),
     "vllm_dllm.denoise.vocab_stream_triton": ("_read_blocks_kernel", "_join_blocks_kernel"),
-    "vllm_dllm.denoise.expected_embedding_triton": ("_add_needed_kernel", "_weigh_kernel"),
+    "vllm_dllm.denoise.expected_embedding_triton": (
+        "_add_kernel",
+        "_add_needed_kernel",
+        "_weigh_kernel",
+    ),
     "vllm_dllm.step.uniform.condition_triton": (
         "_pre_norm_kernel",
         "_gate_kernel",
