@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch._inductor import metrics
 from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -170,11 +169,10 @@ def test_a_layer_with_late_experts_equals_the_stock_layer(
 
 @torch.no_grad()
 def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
-    stack: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    stack: Callable[..., nn.Module],
 ) -> None:
     """The result is the same, the whole dense half is launched behind the experts, and nothing is
     copied or computed apart for the sake of that."""
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)  # or nothing is counted
     ops = torch.ops.vllm
     stock = stack(Gemma4DecoderLayer.forward, ops.vllm_dllm_test_experts_at_once)
     ours = stack(ConcurrentLayer.forward, ops.vllm_dllm_test_experts_late)
@@ -184,7 +182,8 @@ def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
         metrics.reset()
         late.seen.clear()
         options = {**IN_ORDER, "enable_auto_functionalized_v2": False}  # as vLLM compiles
-        found[name] = torch.compile(layers, fullgraph=True, options=options)(states)
+        with torch.compiler.config.patch(force_disable_caches=True):  # or nothing is counted
+            found[name] = torch.compile(layers, fullgraph=True, options=options)(states)
         kernels[name] = metrics.generated_kernel_count
     allowed = tolerances.within(tolerances.model(3, 2 * HIDDEN, logits=1.0))
     torch.testing.assert_close(found["ours"], found["stock"], **allowed)
