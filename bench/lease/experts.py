@@ -9,6 +9,7 @@ JSON for each; on a CPU, ours and the definition, in a small shape and in fp32.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from vllm_dllm.experts.definition import FP8, Assignment, Experts
 
 ACTIVATION = "gelu_tanh"
 Run = Callable[[], torch.Tensor]
+MOST_OFF = 0.1  # share of the size of what fp32 gives, for rows and weights rounded to FP8
 
 
 @dataclass
@@ -275,12 +277,13 @@ def main() -> None:
     if device == "cpu":
         shape, counts = (16, 64, 128, 4), [8]
         print("experts: CUTLASS, Triton's kernel and Marlin need a GPU; ours and the definition")
+    wrong: list[str] = []
     for tokens in counts:
         problem = draw(tokens, shape, device)
         expected = problem.expected(min(4, tokens))
         for name, make in candidates(problem, device):
             found: dict[str, Any] = {"experts": name, "tokens": tokens}
-            # One that does not run here is reported, and the others run.
+            # One that does not run here is reported, and the others run. The exit status says so.
             try:
                 made = make()
                 run, off = made if isinstance(made, tuple) else (made, None)
@@ -292,6 +295,10 @@ def main() -> None:
             except Exception as failure:
                 found["failed"] = repr(failure)[:400]
             print(json.dumps(found), flush=True)
+            if "failed" in found or not found.get("error", 0.0) <= MOST_OFF:  # a NaN is also wrong
+                wrong.append(f"{name}, {tokens} tokens")
+    if wrong:
+        sys.exit(f"experts that failed or computed something else: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":

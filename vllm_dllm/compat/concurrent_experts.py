@@ -56,12 +56,11 @@ def allow_concurrent_experts(vllm_config: VllmConfig) -> bool:
 
 
 def run_experts_beside_mlp(layers: Iterable[Any]) -> None:
-    """Makes Gemma's layers launch their experts on a second stream. `layers`: of a model for which
-    `allow_concurrent_experts` returned True; a pipeline's other ranks have some of them."""
+    """Makes Gemma's layers launch their experts on a second stream. `layers`: all of a model for
+    which `allow_concurrent_experts` returned True."""
     for layer in layers:
-        if isinstance(layer, Gemma4DecoderLayer):
-            layer.__class__ = ConcurrentLayer
-            layer.experts._forward_impl = _beside.wrap(layer.experts._forward_impl)
+        layer.__class__ = ConcurrentLayer
+        layer.experts._forward_impl = _beside.wrap(layer.experts._forward_impl)
 
 
 class ConcurrentLayer(Gemma4DecoderLayer):

@@ -31,6 +31,15 @@ def activate_and_quantise(
 
 
 @triton.jit
+def activated(gate, up, IS_GELU: tl.constexpr):
+    """Returns `activation(gate) * up` in fp32, for SiLU or GELU by tanh."""
+    opening = gate
+    if IS_GELU:  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), here y = sqrt(2 / pi) * ...
+        opening = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(opening) * up
+
+
+@triton.jit
 def _activate_and_quantise_kernel(
     products,  # [R, 2 * N]
     quantised,  # [R, N]
@@ -45,10 +54,7 @@ def _activate_and_quantise_kernel(
     of_gate = products + row * 2 * N + channel
     gate = tl.load(of_gate, mask=is_channel, other=0.0).to(tl.float32)
     up = tl.load(of_gate + N, mask=is_channel, other=0.0).to(tl.float32)
-    opening = gate
-    if IS_GELU:  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), here y = sqrt(2 / pi) * ...
-        opening = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    value = (gate * tl.sigmoid(opening) * up).to(products.dtype.element_ty).to(tl.float32)
+    value = activated(gate, up, IS_GELU).to(products.dtype.element_ty).to(tl.float32)
     found = tl.maximum(tl.max(tl.abs(value)) / _MOST, _SMALLEST_SCALE)
     tl.store(scale + row, found)
     # None is beyond the largest number, as none is beyond the row's own.

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_dllm.experts.activation_triton import activated
 from vllm_dllm.experts.definition import ACTIVATIONS, MOST, SMALLEST_SCALE, Assignment, Experts
 
 SIZES = (16, 32, 64, 128)  # of a block of rows
@@ -177,10 +178,7 @@ def _gate_up_kernel(
         of_scale = weight_scale + expert * 2 * N + channel
         gate *= tl.load(of_scale)[:, None] * scale
         up *= tl.load(of_scale + N)[:, None] * scale
-    opening = gate
-    if IS_GELU:  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), here y = sqrt(2 / pi) * ...
-        opening = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    value = (gate * tl.sigmoid(opening) * up).to(inner.dtype.element_ty)
+    value = activated(gate, up, IS_GELU).to(inner.dtype.element_ty)
     if IS_FP8:
         largest = tl.max(tl.abs(value.to(tl.float32)), 0)
         tl.store(maxima + row * (N // CHANNELS) + part, largest, mask=is_row)
