@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 KERNELS = ["tests/unit/attention_kernels", "tests/unit/attention", "tests/unit/denoise"]
 KERNELS += ["tests/unit/step", "tests/unit/drafters", "tests/unit/experts"]
-PAIR = ["bench.full_shape", "--unchecked", "--rounds", "2", "--stock-most", "16"]
+PAIR = ["bench.full_shape", "--unchecked", "--rounds", "2", "--stock-most", "32"]
 SMALL = ["bench.full_shape", "--unchecked", "--rounds", "1", "--shape", "small", "--eager"]
 SMALL += ["--kv-cache-gib", "1", "--cells", "1x128"]
 ATTENTION = ["--contexts", "128", "1024", "8192", "65536", "--batches", "1", "2", "4", "8"]
@@ -63,6 +63,15 @@ STAGES = [
         limit=40,
     ),
     Stage(
+        "one-step",
+        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
+        "against transformers on the same GPU",
+        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
+        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
+        seconds=60,
+        limit=120,
+    ),
+    Stage(
         "fp8",
         "ours and stock vLLM in FP8, 1 to 32 requests, long contexts, timelines",
         full_shape(
@@ -72,7 +81,7 @@ STAGES = [
             *("--kv-cache-gib", "9", "--start-by", "330"),
         ),
         [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm", "--trace", "1x128"],
-        seconds=80,
+        seconds=95,
         limit=230,
         early=170,
         needs=["dsl"],
@@ -87,16 +96,6 @@ STAGES = [
         limit=100,
         early=170,
         needs=["dsl"],
-    ),
-    Stage(
-        "one-step",
-        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
-        "against transformers on the same GPU",
-        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
-        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
-        seconds=60,
-        limit=200,
-        with_next=True,
     ),
     Stage(
         "kernels",

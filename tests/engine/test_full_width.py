@@ -144,7 +144,7 @@ def test_one_step(checkpoint: Path, engine: Callable[..., Engine]) -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=2 << 30,
         kv_transfer_config=known_context.OPTIONS,
-        **({"gpu_memory_utilization": 0.5} if DEVICE.type == "cuda" else {}),
+        **({"gpu_memory_utilization": 0.25} if DEVICE.type == "cuda" else {}),
     )
     for length, truth in exact.items():
         tokens, ours = computed(served, length)
