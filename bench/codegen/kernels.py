@@ -106,6 +106,7 @@ def read_blocks() -> Case:
         {"BLOCK": BLOCK, "HAS_SOFTCAP": True},
         floats=("softcap",),
         multiples=("width",),
+        options={"num_warps": 2},
     )
 
 
@@ -121,7 +122,7 @@ def weigh() -> Case:
         SAMPLER | {"logits": "bf16"},
         {"BLOCK": embedding._WEIGHED, "BLOCKS": blocks, "IS_FIRST": False},
         multiples=("width",),
-        options={"num_warps": 8},
+        options={"num_warps": 16},
     )
 
 

@@ -56,7 +56,7 @@ STAGES = [
     ),
     Stage(
         "vocabulary",
-        "the pass over the LM head's output with 1, 2, 4 and 8 warps",
+        "the pass over the LM head's output with 1, 2 and 4 warps",
         ["bench.lease.vocabulary"],
         ["bench.lease.vocabulary"],
         seconds=15,

@@ -2,8 +2,8 @@
 
     python -m bench.lease.vocabulary
 
-A program reads 1,024 logits of a row and reduces them six times. With four warps each reduction
-waits for all of them; with one, none waits. A line of JSON for each; on a CPU, one in Triton's
+A program reads 1,024 logits of a row and reduces them six times. With several warps each reduction
+waits for all of them; one has 32 logits for each thread, which take registers. A line of JSON for each; on a CPU, one in Triton's
 interpreter.
 """
 
@@ -21,7 +21,7 @@ from vllm_dllm.denoise import vocab_stream_triton
 from vllm_dllm.denoise.vocab_stream import BLOCK
 
 SOFTCAP = 30.0
-SERVED = 4  # warps
+SERVED = 2  # warps
 MOST_OFF = 1e-5  # share of a sum of 1,024 weights, added in another order
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     for rows, width in cells:
         tile = Pass(rows, width, device)
         expected = tile.found(SERVED)
-        for num_warps in (SERVED, 1, 2, 8):
+        for num_warps in (SERVED, 1, 4):
             found = tile.found(num_warps)
             pairs = zip(found, expected, strict=True)
             same = [float((one == other).float().mean()) for one, other in pairs]

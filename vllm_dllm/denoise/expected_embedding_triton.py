@@ -1,6 +1,8 @@
 """`expected_embedding` for GPUs: the product's weights in one pass, and `add_needed_` without
 telling the host which blocks are needed."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -9,9 +11,10 @@ from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _ROWS, _HIDDEN, _TOKENS = 64, 128, 64
-_WEIGHED = 4096  # tokens of a row at a time
+_WEIGHED = 8192  # tokens of a row at a time
 _ADDED = 1024  # channels of a row that a program adds
 _LOWEST = tl.constexpr(MASKED_LOGIT)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class FusedExpectedEmbedding:
@@ -51,7 +54,7 @@ class FusedExpectedEmbedding:
             IS_FIRST=self._sum is None,
             BLOCK=_WEIGHED,
             BLOCKS=self._blocks,
-            num_warps=8,
+            num_warps=16,
         )
         product = torch.matmul(logits, embeddings)
         if self._sum is None:
@@ -143,7 +146,7 @@ def _weigh_kernel(
         token = first + tl.arange(0, BLOCK)
         place = logits + row * logits_stride + token
         logit = tl.load(place, mask=token < width, other=0.0).to(tl.float32)
-        weight = tl.where(token < width, tl.exp(logit - top), 0.0)
+        weight = tl.where(token < width, tl.exp2((logit - top) * _LOG2_E), 0.0)
         total += weight
         tl.store(place, weight.to(logits.dtype.element_ty), mask=token < width)
     tl.store(totals + row, before + tl.sum(total, 0))

@@ -5,6 +5,8 @@ draw. It leaves five numbers, and overwrites the LM head's output with the scale
 the model's type like the reference's. The expected embedding is computed from these.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -58,6 +60,7 @@ class FusedVocabReader:
             self._softcap or 0.0,
             HAS_SOFTCAP=bool(self._softcap),
             BLOCK=BLOCK,
+            num_warps=2,
         )
         self._num_read += width
         tile = slice(first_block, first_block + num_blocks)
@@ -93,6 +96,7 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
 
 _MASKED, _LEFT_OUT = tl.constexpr(MASKED_LOGIT), tl.constexpr(TRUNCATED_LOGIT)
 _STAGE_SCALE = tl.constexpr(2.0**_STAGE_BITS)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
@@ -125,18 +129,19 @@ def _read_blocks_kernel(
     is_token = column < width
     place = output + row * output_stride + column
     logit = tl.load(place, mask=is_token, other=0.0).to(tl.float32)
+    scale = 1 / tl.load(temperature + row)
     if HAS_SOFTCAP:
-        # tanh by way of exp, which every backend has
-        e = tl.exp(tl.abs(logit / softcap) * -2)
-        tanh = (1 - e) / (1 + e)
-        logit = tl.where(logit < 0, -tanh, tanh) * softcap
-    logit = logit / tl.load(temperature + row)
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)). The square of rsqrt is one division less.
+        root = tl.rsqrt(1 + tl.exp2(logit * (2 * _LOG2_E / softcap)))
+        logit = 1 - 2 * root * root
+        scale *= softcap
+    logit *= scale
     tl.store(place, logit.to(output.dtype.element_ty), mask=is_token)
 
     logit = tl.where(is_token, logit, _MASKED)  # 0 times it is a number
     top = tl.max(logit, 0)
     below = logit - top
-    weight = tl.exp(below)
+    weight = tl.exp2(below * _LOG2_E)
     sum_of_weights = tl.sum(weight, 0)
     last = min(width - block * BLOCK, BLOCK) - 1
     # A row that holds a NaN has no answer, but must not point outside of the vocabulary.
