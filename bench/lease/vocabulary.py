@@ -3,8 +3,8 @@
     python -m bench.lease.vocabulary
 
 A program reads 1,024 logits of a row and reduces them six times. With several warps each reduction
-waits for all of them; one has 32 logits for each thread, which take registers. A line of JSON for each; on a CPU, one in Triton's
-interpreter.
+waits for all of them; one has 32 logits for each thread, which take registers. A line of JSON for
+each; on a CPU, one in Triton's interpreter.
 """
 
 import argparse

@@ -25,6 +25,7 @@ from vllm_dllm.compat.concurrent_experts import (
     allow_concurrent_experts,
     run_experts_beside_mlp,
 )
+from vllm_dllm.compat.row_reductions import read_rows_once
 from vllm_dllm.models import video_frames, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights, describe_non_finite
 from vllm_dllm.models.image_processor import (
@@ -102,6 +103,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             self.vision_tower, self.embed_vision = vision.build_tower(
                 model_config.hf_config, model_config.dtype
             )
+        read_rows_once(vllm_config)
         at_once = allow_concurrent_experts(vllm_config)
         with use_window_rules(vllm_config.attention_config):
             self.model = Gemma4Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))

@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from tests import tolerances
 from vllm_dllm.compat import concurrent_experts
 from vllm_dllm.compat.concurrent_experts import IN_ORDER, ConcurrentLayer
+from vllm_dllm.compat.row_reductions import SETTINGS
 
 HIDDEN, EXPERTS, TOKENS = 32, 4, 7
 
@@ -181,7 +182,11 @@ def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
     for name, layers in (("stock", stock), ("ours", ours)):
         metrics.reset()
         late.seen.clear()
-        options = {**IN_ORDER, "enable_auto_functionalized_v2": False}  # as vLLM compiles
+        options = {
+            **IN_ORDER,
+            **SETTINGS,
+            "enable_auto_functionalized_v2": False,
+        }  # as vLLM compiles
         with torch.compiler.config.patch(force_disable_caches=True):  # or nothing is counted
             found[name] = torch.compile(layers, fullgraph=True, options=options)(states)
         kernels[name] = metrics.generated_kernel_count

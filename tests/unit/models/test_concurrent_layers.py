@@ -12,7 +12,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from vllm_dllm.compat import concurrent_experts
+from vllm_dllm.compat import concurrent_experts, row_reductions
 from vllm_dllm.compat.concurrent_experts import IN_ORDER, ConcurrentLayer
 from vllm_dllm.measured import folder
 
@@ -32,7 +32,8 @@ def config(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Vll
     found.compilation_config.mode = CompilationMode.VLLM_COMPILE
     found.compilation_config.inductor_compile_config.update(OF_A_USER)
     platform = SimpleNamespace(is_cuda=lambda: True)
-    monkeypatch.setattr(concurrent_experts, "current_platform", platform)
+    for module in (concurrent_experts, row_reductions):
+        monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "0")  # which a CPU's platform sets
     return found
 
@@ -61,7 +62,8 @@ def test_the_compiler_is_told_before_it_copies_its_settings(
     model = build(config)
     layers = [m for m in model.modules() if isinstance(m, ConcurrentLayer)]
     assert len(layers) == config.model_config.hf_text_config.num_hidden_layers
-    assert given and all((IN_ORDER | OF_A_USER).items() <= each.items() for each in given)
+    expected = IN_ORDER | row_reductions.SETTINGS | OF_A_USER
+    assert given and all(expected.items() <= each.items() for each in given)
 
 
 def several_ranks(config: VllmConfig, _: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,51 @@
+"""Inductor's reductions over a row of hidden states, in one pass.
+
+A layer of Gemma ends in five of them in one kernel, each of what the one before gave: norms of both
+halves, of their sum, of the next layer's input, and the largest number, by which FP8 is scaled.
+Inductor keeps a row in registers up to 1,024 numbers; it reads a longer one again for each
+reduction, and writes what comes between to memory. On an H200 this kernel took 57 us for 4,096 rows
+of 2,816, which a copy reads and writes in 26.
+"""
+
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+LONGEST_ROW = 4096
+"""Numbers of a row that a block of 512 threads keeps in registers."""
+
+
+class RowsInRegisters(InductorChoices):
+    """What Inductor decides, but for reductions over rows of up to `LONGEST_ROW` numbers that lie
+    side by side."""
+
+    @staticmethod
+    def should_use_persistent_reduction(
+        features: SIMDKernelFeatures, cooperative_reduction: bool
+    ) -> bool:
+        """Returns whether the kernel reads each row once."""
+        is_inner = features.get_reduction_hint() == ReductionHint.INNER
+        fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, LONGEST_ROW)
+        if is_inner and fits and not cooperative_reduction:
+            return True
+        return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+    @staticmethod
+    def uuid() -> str:
+        """Returns what tells compiled graphs with these choices from others in Inductor's cache."""
+        return f"{__name__}, {LONGEST_ROW}"
+
+
+SETTINGS = {"inductor_choices_class": RowsInRegisters}
+"""Of Inductor."""
+
+
+def read_rows_once(vllm_config: VllmConfig) -> None:
+    """Makes the model's compiled graphs reduce each row in one pass on an NVIDIA GPU: changes
+    `vllm_config` in place. Called before the model is built, which copies the compiler's settings.
+    """
+    if current_platform.is_cuda():
+        vllm_config.compilation_config.inductor_compile_config.update(SETTINGS)
