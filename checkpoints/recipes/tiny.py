@@ -32,10 +32,11 @@ LAYER_TYPES = ("sliding_attention",) * 3 + ("full_attention",)
 @torch.no_grad()
 def randomize_weights(model: torch.nn.Module, seed: int) -> None:
     """Overwrites all weights of `model` in place; encoder and decoder stay tied."""
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(shape: torch.Size, std: float, mean: float = 0.0) -> torch.Tensor:
-        return mean + std * torch.randn(shape, generator=generator)
+        return mean + std * torch.randn(shape, generator=generator, device=device)
 
     # Tied parameters appear once here, so each is drawn once.
     for name, parameter in model.named_parameters():

@@ -5,6 +5,7 @@ The engine takes them from a KV connector of vLLM's.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ OPTIONS = {"kv_connector": "KnownContext", "kv_role": "kv_consumer"} | {
 }
 
 
+@cache
 def draw(
     layer: int, length: int, heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [length, heads, head_dim] bf16 each

@@ -43,7 +43,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = build_config(
         **shape, layer_types=LAYER_TYPES, canvas_length=CANVAS, max_position_embeddings=131_072
     )
-    model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=torch.bfloat16)
+    with DEVICE:
+        model = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=torch.bfloat16)
     randomize_weights(model, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
