@@ -245,7 +245,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", action="store_true", help="print the stages and run none")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with small shapes")
-    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in [*STAGES, *MORE]])
+    names = [stage.name for stage in [*STAGES, *MORE]]
+    parser.add_argument("--only", nargs="+", choices=names, help="these, in this order")
     parser.add_argument("--out", type=Path, default=Path("/tmp/lease"))
     parser.add_argument("--for", type=float, default=570, dest="seconds", help="follow so long")
     parser.add_argument("--bring", type=Path, help="then put results into this folder")
@@ -253,7 +254,8 @@ def main() -> None:
     args = parser.parse_args()
     wanted = STAGES
     if args.only:
-        wanted = [stage for stage in [*STAGES, *MORE] if stage.name in args.only]
+        by_name = {stage.name: stage for stage in [*STAGES, *MORE]}
+        wanted = [by_name[name] for name in args.only]
     if args.plan:
         return plan(wanted)
     args.out.mkdir(parents=True, exist_ok=True)

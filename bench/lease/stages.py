@@ -69,7 +69,8 @@ STAGES = [
         ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
         ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
         seconds=60,
-        limit=120,
+        limit=150,
+        with_next=True,
     ),
     Stage(
         "fp8",
@@ -147,17 +148,33 @@ STAGES = [
 ]
 MORE = [  # that run if they are asked for by name
     Stage(
+        "fp8-ours",
+        "ours alone in FP8, where stock's steps are known",
+        full_shape(
+            "fp8-dynamic",
+            "1x128 8x128 16x128 32x128 1x1024 1x8192 1x32768",
+            "1x128 16x128 1x1024",
+            *("--systems", "vllm-dllm", "--kv-cache-gib", "9", "--start-by", "250"),
+        ),
+        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm"],
+        seconds=45,
+        limit=100,
+        early=150,
+        needs=["dsl"],
+    ),
+    Stage(
         "nvfp4",
         "ours in NVFP4, with the kernels that vLLM picks on this chip",
         full_shape(
             "nvfp4",
             "1x128 8x128",
             "1x128",
-            *("--systems", "vllm-dllm", "--kv-cache-gib", "4", "--start-by", "170"),
+            *("--systems", "vllm-dllm", "--kv-cache-gib", "4", "--start-by", "250"),
         ),
         [*SMALL, "--scheme", "nvfp4", "--systems", "vllm-dllm"],
-        seconds=145,
-        limit=190,
+        seconds=15,
+        limit=60,
+        early=150,
         needs=["dsl"],
     ),
     Stage(
