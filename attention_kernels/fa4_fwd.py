@@ -2,8 +2,9 @@
 
 FlashAttention-4 has one causal flag and one window per launch, but accepts a mask function with
 tensors of its own. So the batch is cut into chunks (`chunks.py`), which still skips keys that no
-query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The
-function's hash is part of FlashAttention-4's compile key, so no variant is mistaken for another.
+query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The hash
+of the function's own text is part of FlashAttention-4's compile key, so no variant is mistaken for
+another; a change of what it calls is not noticed by kernels that are kept on a disk.
 
 An argument says which FlashAttention-4 runs: that of the package flash-attn-4, or a copy of it. The
 file itself needs only their compiler, nvidia-cutlass-dsl.
@@ -14,7 +15,8 @@ from typing import Any
 
 import cutlass.cute as cute
 import torch
-from cutlass import Int32
+from cutlass import Int32, Uint32
+from cutlass._mlir.dialects import llvm
 
 from attention_kernels.chunks import CHUNK, Chunks
 from attention_kernels.support import check_contiguous, check_last_strides
@@ -34,29 +36,40 @@ def scalar_to_ssa(value, dtype):
     return vector.load()
 
 
+def load_once(tensor, place):
+    """The int32 at `place`, which nothing writes while the kernel runs. Knowing that, the compiler
+    loads it once; else barriers would make it load again for each block of keys, and for each pair
+    of query and key in the first block."""
+    at = tensor.iterator + cute.crd2idx(place, tensor.layout)
+    return Int32(llvm.load(Int32.mlir_type, at.llvm_ptr, invariant=True))
+
+
+@cute.jit
+def after(first, kv_idx):
+    """How many keys `kv_idx` is behind the number `first`; many, if it is before. So one comparison
+    tells whether it is in a range."""
+    return (kv_idx - scalar_to_ssa(first, Int32)).to(Uint32)
+
+
 @cute.jit
 def band_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     """low <= k - slope * q <= high, with the chunk's numbers."""
     bands, chunk = aux_tensors[0], batch_idx[0]  # [C, 3]
-    slope = scalar_to_ssa(bands[chunk, 0], Int32)
-    low = scalar_to_ssa(bands[chunk, 1], Int32)
-    high = scalar_to_ssa(bands[chunk, 2], Int32)
-    ahead = kv_idx - slope * q_idx
-    return (ahead >= low) & (ahead <= high)
+    slope, low = load_once(bands, (chunk, 0)), load_once(bands, (chunk, 1))
+    most = scalar_to_ssa(load_once(bands, (chunk, 2)) - low, Uint32)
+    return after(low + slope * q_idx[0], kv_idx) <= most
 
 
 @cute.jit
 def image_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     """`band_mask`, or the key is one of the row's image."""
-    bands, images, chunk = aux_tensors[0], aux_tensors[1], batch_idx[0]  # [C, 3], [C, CHUNK, 2]
-    slope = scalar_to_ssa(bands[chunk, 0], Int32)
-    low = scalar_to_ssa(bands[chunk, 1], Int32)
-    high = scalar_to_ssa(bands[chunk, 2], Int32)
-    row = q_idx[0] % images.shape[1]  # a tile may reach past the chunk; nobody reads that
-    first = scalar_to_ssa(images[chunk, row, 0], Int32)
-    end = scalar_to_ssa(images[chunk, row, 1], Int32)
-    ahead = kv_idx - slope * q_idx
-    return ((ahead >= low) & (ahead <= high)) | ((kv_idx >= first) & (kv_idx < end))
+    images, chunk = aux_tensors[1], batch_idx[0]  # [C, CHUNK, 2]
+    # A tile may reach past the chunk; nobody reads that.
+    row = min(q_idx[0], images.shape[1] - 1)
+    first, end = load_once(images, (chunk, row, 0)), load_once(images, (chunk, row, 1))
+    length = scalar_to_ssa(max(end - first, 0), Uint32)
+    is_seen = band_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors)
+    return is_seen | (after(first, kv_idx) < length)
 
 
 def attention(

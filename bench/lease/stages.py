@@ -46,10 +46,9 @@ STAGES = [
     ),
     Stage(
         "masks",
-        "a sliding layer in FlashAttention-4 with our mask everywhere, on the blocks of keys that "
-        "need it, and without",
+        "a sliding layer in FlashAttention-4 with our mask as it was, as it is, and without",
         ["bench.lease.masks"],
-        ["bench.lease.masks"],
+        ["bench.lease.gpu_only", "bench.lease.masks"],
         seconds=30,
         limit=70,
         needs=["dsl"],

@@ -64,7 +64,7 @@ def ptx_with(mask, query, keys, values, softcap, images=None):
 
 
 if __name__ == "__main__":
-    words = ("wgmma.mma_async", "tcgen05.mma", "ld.local", ".entry")
+    words = ("wgmma.mma_async", "tcgen05.mma", "ld.local", "ld.global.nc", ".entry")
     masks = (fa4_fwd.band_mask, another_mask, fa4_fwd.band_mask)
     with FakeTensorMode():
         batch = tensors(*map(int, sys.argv[2:]))

@@ -136,6 +136,8 @@ def test_compiles(capability: int, head_size: int, group: int, page: int) -> Non
     ours, another, ours_again, with_images = json.loads(printed)
     for made in (ours, with_images):
         assert made[TENSOR_CORES[capability]] > 0 and made["ld.local"] == 0, made
+    # Not for each block of keys and each pair of query and key.
+    assert ours["ld.global.nc"] == 3, "the numbers of a chunk are loaded more than once"
     # Stock vLLM's causal tensor is not part of FlashAttention-4's key: what was compiled for a
     # fixed flag is taken for it. A mask function is.
     assert another[".entry"] == 1, "another mask was taken from the cache"
