@@ -195,10 +195,20 @@ def _experts() -> Iterator[tuple[str, Case]]:
             name = f"{'fp8' if dtype == FP8 else dtype}, {size} rows"
             yield f"experts, gate_up, {name}", gate_up(dtype, size)
             yield f"experts, down, {name}", down(dtype, size)
+    yield "experts, quantise", quantise()
     yield "experts, activate and quantise", activate()
     yield (
         "experts, sum",
         Case(experts._sum_kernel, EXPERTS, {"K": 2816, "TOP_K": 8, "BLOCK": experts._SUMMED}),
+    )
+
+
+def quantise() -> Case:
+    return Case(
+        activation_triton._quantise_rows_kernel,
+        {"rows": "bf16", "quantised": FP8, "scale": "fp32"},
+        {"K": WIDTHS["K"], "BLOCK": LANES},
+        options={"num_warps": 4},
     )
 
 

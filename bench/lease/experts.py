@@ -20,7 +20,7 @@ import torch
 from attention_kernels.interpreter import interpret_kernels
 from bench.lease.timing import error, timed_ms
 from vllm_dllm.experts import definition, few_rows_triton
-from vllm_dllm.experts.activation_triton import activate_and_quantise
+from vllm_dllm.experts.activation_triton import activate_and_quantise, quantise_rows
 from vllm_dllm.experts.definition import FP8, Assignment, Experts
 
 ACTIVATION = "gelu_tanh"
@@ -250,6 +250,20 @@ def between_products(problem: Problem, is_ours: bool) -> tuple[Run, Callable[[],
     return run, off
 
 
+def quantised_rows(problem: Problem, is_ours: bool) -> tuple[Run, Callable[[], float]]:
+    """Quantisation of the tokens' rows, and its error: what rounding to FP8 costs."""
+    from vllm import _custom_ops as ops
+
+    theirs = partial(ops.scaled_fp8_quant, use_per_token_if_dynamic=True)
+    quantise = quantise_rows if is_ours else theirs
+
+    def off() -> float:
+        rows, scale = quantise(problem.states)
+        return error(rows.float() * scale, problem.states)
+
+    return lambda: quantise(problem.states)[0], off
+
+
 def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name: what makes the function to time, or that and its error."""
     yield "ours FP8", lambda: our_experts(problem, True, device)
@@ -261,6 +275,8 @@ def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[]
         yield "definition, fp32", lambda: lambda: problem.expected(4)
         return
     yield "CUTLASS FP8, products, as vLLM has it", lambda: cutlass_products(problem)
+    yield "quantising rows, vLLM", lambda: quantised_rows(problem, False)
+    yield "quantising rows, ours", lambda: quantised_rows(problem, True)
     yield "between the products, vLLM", lambda: between_products(problem, False)
     yield "between the products, ours", lambda: between_products(problem, True)
     yield "Triton FP8, vLLM's tiles", lambda: triton_experts(problem, True, False)

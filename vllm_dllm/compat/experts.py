@@ -20,6 +20,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe import (
     try_get_optimal_moe_config,
 )
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
+    MoEPrepareAndFinalizeNoDPEPModular,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 Tiles = Mapping[str, int]
@@ -134,20 +137,38 @@ def is_two_products(layer: RoutedExperts) -> bool:
     )
 
 
-def set_expert_kernel(layer: RoutedExperts, run: Callable[[ExpertCall], bool] | None) -> None:
-    """Makes `run` compute the layer from now on. It writes `output` of its argument and returns
-    True, or returns False to have vLLM's kernel compute. None: vLLM's kernel computes alone."""
+def set_expert_kernel(
+    layer: RoutedExperts,
+    run: Callable[[ExpertCall], bool],
+    quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Makes `run` compute a layer of two products from now on. It writes `output` of its argument
+    and returns True, or returns False to have vLLM's kernel compute. In FP8 either reads what
+    `quantise` makes of the tokens' states [T, K]: e4m3 [T, K] and scales [T, 1] fp32."""
+    reset_expert_kernel(layer)
     kernel = layer.quant_method.moe_kernel.fused_experts
-    vars(kernel).pop("apply", None)
-    if run is None:
-        return
+    preparation = layer.quant_method.moe_kernel.prepare_finalize
     apply = kernel.apply
 
     def asked(**call: Any) -> Any:
         """Computes the call by `run`, or by vLLM's kernel where `run` returns False."""
         return None if run(_make_call(kernel, call)) else apply(**call)
 
+    def prepared(states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Returns states as products read them. The rest says how ranks share tokens."""
+        return *quantise(states.contiguous()), None, None, None
+
     kernel.apply = asked
+    # Other ways to prepare send tokens to other ranks.
+    is_alone = type(preparation) is MoEPrepareAndFinalizeNoDPEPModular
+    if kernel.quant_config.use_fp8_w8a8 and is_alone:
+        preparation.prepare = prepared
+
+
+def reset_expert_kernel(layer: RoutedExperts) -> None:
+    """Makes vLLM's kernels compute and quantise alone again."""
+    vars(layer.quant_method.moe_kernel.fused_experts).pop("apply", None)
+    vars(layer.quant_method.moe_kernel.prepare_finalize).pop("prepare", None)
 
 
 def _make_call(kernel: Any, call: Mapping[str, Any]) -> ExpertCall:

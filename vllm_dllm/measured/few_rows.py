@@ -1,5 +1,5 @@
 """Runs layers of experts with our kernels, in place of vLLM's: all of it in steps of few rows, and
-what is between the products in FP8."""
+what is before and between the products in FP8."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -10,7 +10,7 @@ import torch
 from vllm_dllm.compat import experts
 from vllm_dllm.compat.experts import ExpertCall
 from vllm_dllm.experts import few_rows_triton
-from vllm_dllm.experts.activation_triton import activate_and_quantise
+from vllm_dllm.experts.activation_triton import activate_and_quantise, quantise_rows
 from vllm_dllm.experts.definition import FP8, Assignment, Experts
 
 Sizes = dict[str, int]
@@ -40,11 +40,11 @@ def run_layer(
     again."""
     if not block_size(layer, num_tokens=1):
         return experts.run_with_tiles(layer, tiles, states)
-    experts.set_expert_kernel(layer, partial(_compute, size))
+    experts.set_expert_kernel(layer, partial(_compute, size), quantise_rows)
     try:
         return experts.run_with_tiles(layer, tiles, states)
     finally:
-        experts.set_expert_kernel(layer, None)
+        experts.reset_expert_kernel(layer)
 
 
 def install_kernels(modules: Iterable[Any], sizes: SizesOf) -> None:
@@ -62,7 +62,7 @@ def install_kernels(modules: Iterable[Any], sizes: SizesOf) -> None:
             for size in {0, *sizes[file].values()}:
                 run_layer(layer, size, states)
             compiled.add(file)
-        experts.set_expert_kernel(layer, partial(_compute_by_rows, sizes[file]))
+        experts.set_expert_kernel(layer, partial(_compute_by_rows, sizes[file]), quantise_rows)
 
 
 def _compute_by_rows(sizes: Sizes, call: ExpertCall) -> bool:

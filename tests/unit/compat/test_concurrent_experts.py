@@ -1,5 +1,7 @@
-"""Experts beside the dense MLP: nothing reads their result too early or changes what they read."""
+"""Router and experts beside the dense MLP: nothing reads their result too early or changes what
+they read."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -9,12 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import metrics
-from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
+from torch._inductor.utils import run_and_get_code
+from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer, Gemma4Router
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from tests import tolerances
 from vllm_dllm.compat import concurrent_experts
-from vllm_dllm.compat.concurrent_experts import IN_ORDER, ConcurrentLayer
+from vllm_dllm.compat.concurrent_experts import (
+    IN_ORDER,
+    ConcurrentLayer,
+    run_experts_beside_mlp,
+)
 from vllm_dllm.compat.row_reductions import SETTINGS
 
 HIDDEN, EXPERTS, TOKENS = 32, 4, 7
@@ -25,7 +32,7 @@ class LateExperts:
     its result is not a number."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[torch.Tensor, ...]] = []
+        self.begun: list[Callable[[], Any]] = []
         self.seen: list[bool] = []
         """Whether experts were running at each product of the dense half."""
         self.announced = self.awaited = 0
@@ -33,31 +40,28 @@ class LateExperts:
     def begin(self) -> None:
         self.announced += 1
 
-    def start(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        assert self.announced == self.awaited + 1
-        result = torch.full_like(rows, float("nan"))
-        self.begun.append((rows, logits, result))
-        return result
+    def wrap(self, run: Callable[..., Any], project: Callable[..., Any]) -> Callable[..., Any]:
+        def later(rows: torch.Tensor, router_rows: torch.Tensor, *others: None) -> torch.Tensor:
+            assert self.announced == self.awaited + 1
+            result = torch.full_like(rows, float("nan"))
+            self.begun.append(
+                lambda: result.copy_(run(rows, project(router_rows)[0], *others)),
+            )
+            return result
+
+        return later
 
     def wait(self) -> None:
-        (rows, logits, result) = self.begun.pop()
-        result.copy_(compute_experts(rows, logits))
+        self.begun.pop()()
         self.awaited += 1
 
 
 late = LateExperts()
+runners: dict[int, "Experts"] = {}
 
 
-def compute_experts(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(rows) * logits.softmax(-1).amax(-1, keepdim=True)
-
-
-def experts_at_once(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return compute_experts(rows, logits)
-
-
-def experts_late(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return late.start(rows, logits)
+def run_experts(rows: torch.Tensor, routing: torch.Tensor, number: int) -> torch.Tensor:
+    return runners[number]._forward_impl(rows, routing, None, None)
 
 
 def dense_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -65,7 +69,7 @@ def dense_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rows @ weight.T
 
 
-def like_rows(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def like_rows(rows: torch.Tensor, routing: torch.Tensor, number: int) -> torch.Tensor:
     return torch.empty_like(rows)
 
 
@@ -74,8 +78,7 @@ def like_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 for name, run, fake in (
-    ("experts_at_once", experts_at_once, like_rows),
-    ("experts_late", experts_late, like_rows),
+    ("experts", run_experts, like_rows),
     ("dense_product", dense_product, like_product),
 ):
     direct_register_custom_op(f"vllm_dllm_test_{name}", run, fake_impl=fake)
@@ -108,25 +111,48 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     """As vLLM's runner of experts is called."""
 
-    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.run, self.moe_config = run, SimpleNamespace(hidden_dim=HIDDEN)
+        self.moe_config, self.number = SimpleNamespace(hidden_dim=HIDDEN), len(runners)
+        runners[self.number] = self
 
-    def forward(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return self.run(rows, logits)
+    def forward(self, rows: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.vllm.vllm_dllm_test_experts(rows, routing, self.number)
+        return found
+
+    def _forward_impl(self, rows: torch.Tensor, logits: torch.Tensor, *_: None) -> torch.Tensor:
+        assert logits.shape == (len(rows), EXPERTS)
+        return torch.tanh(rows) * logits.softmax(-1).amax(-1, keepdim=True)
 
 
-class Layer(nn.Module):
+class Projection(nn.Linear):
+    """Returns a tuple, as vLLM's linear layers do."""
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(rows), None
+
+
+class Router(nn.Module):
+    """What either forward reads of a router."""
+
+    forward = Gemma4Router.forward
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN, elementwise_affine=False)
+        self.scale = nn.Parameter(torch.rand(HIDDEN))
+        self.register_buffer("root_size", torch.tensor(HIDDEN**-0.5))
+        self.proj = Projection(HIDDEN, EXPERTS, bias=False)
+
+
+class Layer(Gemma4DecoderLayer):
     """What either forward reads of a layer."""
 
-    enable_moe_block = True
-    per_layer_input_gate = None
-    hidden_size = HIDDEN
-
-    def __init__(self, forward: Callable[..., Any], experts: Callable[..., Any]) -> None:
-        super().__init__()
-        self._forward, self.experts = forward, Experts(experts)
-        self.self_attn, self.router = Attention(), nn.Linear(HIDDEN, EXPERTS, bias=False)
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.enable_moe_block, self.per_layer_input_gate = True, None
+        self.hidden_size, self.experts = HIDDEN, Experts()
+        self.self_attn, self.router = Attention(), Router()
         self.mlp = DenseHalf()
         for norm in (
             "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -137,49 +163,67 @@ class Layer(nn.Module):
             nn.init.uniform_(getattr(self, norm).weight)
         self.register_buffer("layer_scalar", torch.full((1,), 0.7))
 
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(len(hidden_states))
-        found: torch.Tensor = self._forward(self, positions, hidden_states, None)[0]
-        return found
+        for layer in self.layers:
+            hidden_states, _ = layer(positions, hidden_states, None)
+        return hidden_states
 
 
 @pytest.fixture
-def stack(monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
+def stacks(monkeypatch: pytest.MonkeyPatch) -> tuple[Stack, Stack]:
+    """Of stock layers, and of ours."""
     monkeypatch.setattr(concurrent_experts, "_beside", late)
     late.announced = late.awaited = 0
     late.seen.clear()
-
-    def build(forward: Callable[..., Any], experts: Callable[..., Any]) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Layer(forward, experts) for _ in range(3)))
-
-    return build
+    stock, ours = Stack(), Stack()
+    run_experts_beside_mlp(ours.layers)
+    assert all(type(layer) is ConcurrentLayer for layer in ours.layers)
+    return stock, ours
 
 
 @torch.no_grad()
-def test_a_layer_with_late_experts_equals_the_stock_layer(
-    stack: Callable[..., nn.Module],
-) -> None:
-    ops = torch.ops.vllm
-    stock = stack(Gemma4DecoderLayer.forward, ops.vllm_dllm_test_experts_at_once)
-    ours = stack(ConcurrentLayer.forward, ops.vllm_dllm_test_experts_late)
+def test_a_layer_with_late_experts_equals_the_stock_layer(stacks: tuple[Stack, Stack]) -> None:
+    stock, ours = stacks
     states = torch.randn(TOKENS, HIDDEN)
     assert torch.equal(ours(states), stock(states))
     assert late.awaited == 3 and not late.begun
 
 
 @torch.no_grad()
-def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
-    stack: Callable[..., nn.Module],
-) -> None:
-    """The result is the same, the whole dense half is launched behind the experts, and nothing is
-    copied or computed apart for the sake of that."""
-    ops = torch.ops.vllm
-    stock = stack(Gemma4DecoderLayer.forward, ops.vllm_dllm_test_experts_at_once)
-    ours = stack(ConcurrentLayer.forward, ops.vllm_dllm_test_experts_late)
+def test_routers_read_the_weights_of_their_step(stacks: tuple[Stack, Stack]) -> None:
+    """They are loaded after the layers were changed. Hooks of a router's product note logits."""
+    states, noted = torch.randn(TOKENS, HIDDEN), []
+    for stack in stacks:
+        for number, layer in enumerate(stack.layers):
+            torch.manual_seed(number)
+            layer.router.proj.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+            layer.router.scale.copy_(torch.rand(HIDDEN))
+            layer.router.proj.register_forward_hook(lambda *call: noted.append(call[-1][0]))
+        stack(states)
+    assert len(noted) == 6
+    for expected, found in zip(noted[:3], noted[3:], strict=True):
+        assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(stacks: tuple[Stack, Stack]) -> None:
+    """The result is the same, the whole dense half is launched behind the experts, the router's
+    product is not among what is compiled, and nothing is copied or computed apart for that."""
     states = torch.randn(TOKENS, HIDDEN)
-    found, kernels = {}, {}
-    for name, layers in (("stock", stock), ("ours", ours)):
+    found, kernels, products = {}, {}, {}
+    of_experts, of_await = (
+        rf"torch\.ops\.vllm\.{name}\.default\((.*?)\)"
+        for name in ("vllm_dllm_test_experts", "vllm_dllm_await_experts")
+    )
+    for name, layers in zip(("stock", "ours"), stacks, strict=True):
         metrics.reset()
         late.seen.clear()
         options = {
@@ -188,20 +232,27 @@ def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(
             "enable_auto_functionalized_v2": False,
         }  # as vLLM compiles
         with torch.compiler.config.patch(force_disable_caches=True):  # or nothing is counted
-            found[name] = torch.compile(layers, fullgraph=True, options=options)(states)
-        kernels[name] = metrics.generated_kernel_count
+            compiled = torch.compile(layers, fullgraph=True, options=options)
+            found[name], (code,) = run_and_get_code(compiled, states)
+        kernels[name], products[name] = metrics.generated_kernel_count, code.count(".mm(")
     allowed = tolerances.within(tolerances.model(3, 2 * HIDDEN, logits=1.0))
     torch.testing.assert_close(found["ours"], found["stock"], **allowed)
     assert late.seen == 6 * [True] and late.awaited == 3
     assert kernels["ours"] == kernels["stock"] > 0
+    assert products["ours"] == products["stock"] - 3 == 3
+    read, kept = (re.findall(pattern, code) for pattern in (of_experts, of_await))
+    assert len(read) == len(kept) == 3
+    for inputs, awaited in zip(read, kept, strict=True):
+        rows, router_rows, _ = inputs.split(", ")
+        assert {rows, router_rows} < set(awaited.split(", ")), "their memory may be reused"
 
 
 @torch.no_grad()
-def test_padded_rows_are_not_left_to_the_second_stream(stack: Callable[..., nn.Module]) -> None:
+def test_padded_rows_are_not_left_to_the_second_stream(stacks: tuple[Stack, Stack]) -> None:
     """Nobody would keep them until they are awaited."""
-    at_once = torch.ops.vllm.vllm_dllm_test_experts_at_once
-    stock, ours = (stack(f, at_once) for f in (Gemma4DecoderLayer.forward, ConcurrentLayer.forward))
-    for layer in ours:
+    stock, ours = stacks
+    for layer in ours.layers:
+        del layer.experts._forward_impl  # a real one would run at once
         layer.experts.moe_config.hidden_dim = HIDDEN + 1
     states = torch.randn(TOKENS, HIDDEN)
     assert torch.equal(ours(states), stock(states))
@@ -247,8 +298,12 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("is_awaited", "expected"),
     [
-        (True, "first records, second waits, second runs, second records, first waits"),
-        (False, "first runs"),
+        (
+            True,
+            "first records, second waits, second projects, second runs logits, second records, "
+            "first waits",
+        ),
+        (False, "first runs routing"),
     ],
 )
 def test_experts_that_are_awaited_run_on_the_second_stream(
@@ -256,13 +311,19 @@ def test_experts_that_are_awaited_run_on_the_second_stream(
 ) -> None:
     beside = concurrent_experts._Beside()
 
-    def run(states: str, logits: str) -> str:
-        notes.append(f"{Stream.current.name} runs")
-        return states + logits
+    def run(states: str, logits: str, *others: None) -> str:
+        assert others == (None, None)
+        notes.append(f"{Stream.current.name} runs {logits}")
+        return states
+
+    def project(rows: str) -> tuple[str, None]:
+        assert rows == "routing"
+        notes.append(f"{Stream.current.name} projects")
+        return "logits", None
 
     for _ in range(2):  # layers, one after the other
         if is_awaited:
             beside.begin()
-        assert beside.wrap(run)("states", "logits") == "stateslogits"
+        assert beside.wrap(run, project)("states", "routing", None, None) == "states"
         beside.wait()
     assert notes == 2 * expected.split(", ")

@@ -1,5 +1,6 @@
 """Our experts in the place of vLLM's kernel, called as vLLM calls it."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     RoutingMethodType,
+    fp8_w8a8_moe_quant_config,
 )
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
@@ -133,6 +135,63 @@ def test_steps_go_as_the_nearest_that_was_timed(
         if ours:
             assert_right(layer, states, found)
     assert "apply" in vars(kernel)
+    unchanged = vars(layer.quant_method.moe_kernel.prepare_finalize)
+    assert "prepare" not in unchanged, "nothing is quantised"
+
+
+def quantise_weights(*shapes: tuple[int, int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each with its scales [E, channels, 1], as vLLM has them."""
+    for shape in shapes:
+        yield definition.quantise(torch.randn(EXPERTS, *shape) / shape[1] ** 0.5)
+
+
+def test_vllm_prepares_fp8_with_our_quantisation(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its own kernel and for ours."""
+    interpret_kernels(activation_triton)
+    (gate_up, gate_up_scale), (down, down_scale) = quantise_weights(
+        (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
+    )
+    layer.w13_weight, layer.w2_weight = gate_up, down
+    kernel = layer.quant_method.moe_kernel
+    kernel.fused_experts.quant_config = fp8_w8a8_moe_quant_config(
+        gate_up_scale, down_scale, per_act_token_quant=True, per_out_ch_quant=True
+    )
+    given = []
+
+    def computed(size: int, call: ExpertCall) -> bool:
+        given.append((call.states, call.state_scale))
+        if size > 0:
+            return few_rows._mix_experts(call, size)
+        call.output.zero_()
+        return True
+
+    monkeypatch.setattr(few_rows, "_compute", computed)
+    few_rows.install_kernels([layer], {"a.json": {"8": 16, "64": 0}})
+    for tokens in (12, 64):
+        given.clear()
+        states = torch.randn(tokens, HIDDEN)
+        found = experts.run_with_tiles(layer, None, states)
+        ((rows, scale),) = given
+        expected, expected_scale = definition.quantise(states)
+        assert rows.dtype == definition.FP8 and torch.equal(rows.float(), expected.float())
+        assert torch.equal(scale, expected_scale)
+        if tokens == 12:
+            turns = torch.arange(tokens * CHOSEN) % EXPERTS
+            shares = torch.full((tokens, CHOSEN), 1 / CHOSEN)
+            own = definition.Experts(gate_up, down, gate_up_scale[..., 0], down_scale[..., 0])
+            ids = turns.view(-1, CHOSEN)
+            assert_close_in_fp8(
+                found, definition.mix_experts(states, own, shares, ids, "gelu_tanh")
+            )
+    experts.reset_expert_kernel(layer)
+    assert "prepare" not in vars(kernel.prepare_finalize)
+
+
+def assert_close_in_fp8(found: torch.Tensor, expected: torch.Tensor) -> None:
+    off = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert off <= tolerances.experts_on_average(torch.float32, is_fp8=True)
 
 
 def multiply_plainly(
@@ -174,9 +233,8 @@ def test_vllm_s_products_with_our_activation(monkeypatch: pytest.MonkeyPatch) ->
     tokens = 12
     states, ids = torch.randn(tokens, HIDDEN), torch.rand(tokens, EXPERTS).topk(CHOSEN).indices
     shares = torch.rand(tokens, CHOSEN)
-    (gate_up, gate_up_scale), (down, down_scale) = (
-        definition.quantise(torch.randn(EXPERTS, *shape) / shape[1] ** 0.5)
-        for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    (gate_up, gate_up_scale), (down, down_scale) = quantise_weights(
+        (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
     )
     rows, row_scale = definition.quantise(states)
     # As vLLM hands them out: two workspaces, and the output shares memory with one.
@@ -194,5 +252,4 @@ def test_vllm_s_products_with_our_activation(monkeypatch: pytest.MonkeyPatch) ->
     assert few_rows._compute_by_rows({"256": 0}, call)
     own = definition.Experts(gate_up, down, gate_up_scale[..., 0], down_scale[..., 0])
     expected = definition.mix_experts(states, own, shares, ids, "gelu_tanh")
-    off = (output - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert off <= tolerances.experts_on_average(torch.float32, is_fp8=True)
+    assert_close_in_fp8(output, expected)
