@@ -106,7 +106,7 @@ def read_blocks() -> Case:
         {"BLOCK": BLOCK, "HAS_SOFTCAP": True},
         floats=("softcap",),
         multiples=("width",),
-        options={"num_warps": 2},
+        options={"num_warps": 1},
     )
 
 

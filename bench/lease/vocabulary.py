@@ -21,7 +21,7 @@ from vllm_dllm.denoise import vocab_stream_triton
 from vllm_dllm.denoise.vocab_stream import BLOCK
 
 SOFTCAP = 30.0
-SERVED = 2  # warps
+SERVED = 1  # warps
 MOST_OFF = 1e-5  # share of a sum of 1,024 weights, added in another order
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     for rows, width in cells:
         tile = Pass(rows, width, device)
         expected = tile.found(SERVED)
-        for num_warps in (SERVED, 1, 4):
+        for num_warps in (SERVED, 2, 4):
             found = tile.found(num_warps)
             pairs = zip(found, expected, strict=True)
             same = [float((one == other).float().mean()) for one, other in pairs]

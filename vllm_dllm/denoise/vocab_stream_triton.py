@@ -60,7 +60,7 @@ class FusedVocabReader:
             self._softcap or 0.0,
             HAS_SOFTCAP=bool(self._softcap),
             BLOCK=BLOCK,
-            num_warps=2,
+            num_warps=1,
         )
         self._num_read += width
         tile = slice(first_block, first_block + num_blocks)
@@ -131,9 +131,11 @@ def _read_blocks_kernel(
     logit = tl.load(place, mask=is_token, other=0.0).to(tl.float32)
     scale = 1 / tl.load(temperature + row)
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)). The square of rsqrt is one division less.
-        root = tl.rsqrt(1 + tl.exp2(logit * (2 * _LOG2_E / softcap)))
-        logit = 1 - 2 * root * root
+        # tanh by way of exp, which every backend has. The square of rsqrt is one division less.
+        e = tl.exp2(tl.abs(logit) * (-2 * _LOG2_E / softcap))
+        root = tl.rsqrt(1 + e)
+        tanh = (1 - e) * root * root
+        logit = tl.where(logit < 0, -tanh, tanh)
         scale *= softcap
     logit *= scale
     tl.store(place, logit.to(output.dtype.element_ty), mask=is_token)
