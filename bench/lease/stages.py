@@ -36,40 +36,12 @@ def full_shape(scheme: str, cells: str, trace: str, *more: str) -> list[str]:
 
 STAGES = [
     Stage(
-        "experts",
-        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8, Triton's "
-        "default and our tiles, what is between products, Marlin, bf16",
-        ["bench.lease.experts"],
-        ["bench.lease.experts"],
-        seconds=40,
-        limit=80,
-    ),
-    Stage(
-        "masks",
-        "a sliding layer in FlashAttention-4 with our mask as it was, as it is, and without",
-        ["bench.lease.masks"],
-        ["bench.lease.gpu_only", "bench.lease.masks"],
-        seconds=30,
-        limit=70,
-        needs=["dsl"],
-    ),
-    Stage(
         "vocabulary",
         "the pass over the LM head's output with 1, 2 and 4 warps",
         ["bench.lease.vocabulary"],
         ["bench.lease.vocabulary"],
         seconds=15,
         limit=40,
-    ),
-    Stage(
-        "one-step",
-        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
-        "against transformers on the same GPU",
-        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
-        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
-        seconds=60,
-        limit=150,
-        with_next=True,
     ),
     Stage(
         "fp8",
@@ -98,6 +70,16 @@ STAGES = [
         needs=["dsl"],
     ),
     Stage(
+        "one-step",
+        "one step at the 26B model's widths, a layer of each kind, bf16, prompts to 65,536 tokens, "
+        "against transformers on the same GPU",
+        ["pytest", "-q", "-s", "-m", "thorough", "tests/engine/test_full_width.py"],
+        ["pytest", "-q", "-m", "", "tests/engine/test_one_step.py", "-k", "plain"],
+        seconds=60,
+        limit=150,
+        with_next=True,
+    ),
+    Stage(
         "kernels",
         "tests of all kernels, against float64 and their definitions",
         ["bench.lease.kernel_tests", *KERNELS],
@@ -115,20 +97,6 @@ STAGES = [
         limit=240,
     ),
     Stage(
-        "bf16",
-        "ours and stock vLLM in bf16, one request",
-        full_shape(
-            "bf16",
-            "1x128",
-            "1x128",
-            *("--kv-cache-gib", "3", "--start-by", "185"),
-        ),
-        [*SMALL, "--scheme", "bf16"],
-        seconds=175,
-        limit=205,
-        needs=["dsl"],
-    ),
-    Stage(
         "fp8-again",
         "ours in FP8 with what an earlier start has left in vLLM's caches, and FlashAttention-4 "
         "compiled in another process",
@@ -143,6 +111,20 @@ STAGES = [
         limit=130,
         needs=["dsl"],
         settings={"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"},
+    ),
+    Stage(
+        "bf16",
+        "ours and stock vLLM in bf16, one request",
+        full_shape(
+            "bf16",
+            "1x128",
+            "1x128",
+            *("--kv-cache-gib", "3", "--start-by", "185"),
+        ),
+        [*SMALL, "--scheme", "bf16"],
+        seconds=175,
+        limit=205,
+        needs=["dsl"],
     ),
 ]
 MORE = [  # that run if they are asked for by name
@@ -177,14 +159,6 @@ MORE = [  # that run if they are asked for by name
         needs=["dsl"],
     ),
     Stage(
-        "halves",
-        "a layer's experts and its dense half in FP8, one after the other and at once",
-        ["bench.lease.halves"],
-        ["bench.lease.halves"],
-        seconds=25,
-        limit=60,
-    ),
-    Stage(
         "fp8-measured",
         "ours in FP8, which times its kernels first (`kernel_choice`)",
         full_shape(
@@ -209,12 +183,13 @@ MORE = [  # that run if they are asked for by name
         needs=["dsl"],
     ),
     Stage(
-        "our-tiles",
-        "tiles of our kernel for few rows an expert, 150 of them",
-        ["bench.lease.our_tiles"],
-        ["bench.lease.our_tiles"],
-        seconds=60,
-        limit=110,
+        "experts",
+        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8, Triton's "
+        "default and our tiles, what is between products, Marlin, bf16",
+        ["bench.lease.experts"],
+        ["bench.lease.experts"],
+        seconds=40,
+        limit=80,
     ),
     Stage(
         "linears",
