@@ -4,7 +4,7 @@ FlashAttention-4 has one causal flag and one window per launch, but accepts a ma
 tensors of its own. So the batch is cut into chunks (`chunks.py`), which still skips keys that no
 query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The hash
 of the function's own text is part of FlashAttention-4's compile key, so no variant is mistaken for
-another; a change of what it calls is not noticed by kernels that are kept on a disk.
+another. Who keeps kernels on a disk must tell apart what these functions call.
 
 An argument says which FlashAttention-4 runs: that of the package flash-attn-4, or a copy of it. The
 file itself needs only their compiler, nvidia-cutlass-dsl.

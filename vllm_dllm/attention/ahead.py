@@ -22,6 +22,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from attention_kernels import fa4_ahead
 from attention_kernels.fa4_ahead import Step, variables
 from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.attention.warm_up import steps_to_try
@@ -31,6 +32,7 @@ logger = init_logger(__name__)
 
 HOPPER = (9, 0)  # other chips have no measured times, and so run FlashAttention-4 if told to
 KEEPS, KEPT_IN = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+MASKS = Path(fa4_ahead.__file__).with_name("fa4_fwd.py")  # needs FlashAttention-4 to be imported
 MOST_SECONDS = 300  # for all kernels
 
 
@@ -95,7 +97,9 @@ def compile_ahead(
     steps = [list(step) for step in _steps(vllm_config, layers, has_images)]
     if not steps:
         return None
-    kept = folder.result_folder(vllm_config) / "flash_attention_4"
+    # FlashAttention-4 knows a mask by its own text, and not by what it calls.
+    masks = hashlib.sha256(MASKS.read_bytes()).hexdigest()[:16]
+    kept = folder.result_folder(vllm_config) / f"flash_attention_4-{masks}"
     asked = json.dumps(steps)
     done = kept / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.done"
     partial = None

@@ -78,7 +78,9 @@ class ConcurrentLayer(Gemma4DecoderLayer):
         per_layer_input: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the next layer's hidden states [T, H], to the bit what the stock layer does."""
+        """Returns the next layer's hidden states [T, H]: to the bit what the stock layer does, but
+        for compiled steps of up to 16 rows. In these vLLM has another kernel for the router's
+        product on Hopper and later chips, which a stock layer's graph never runs."""
         if self.experts.moe_config.hidden_dim != self.hidden_size:
             # Experts would read a padded copy, which does not live until they are awaited.
             stock = Gemma4DecoderLayer.forward
@@ -111,7 +113,7 @@ class _Beside:
     """What runs on the second stream. Layers run one after the other, so two events are enough."""
 
     def __init__(self) -> None:
-        self._is_awaited = self._is_running = False
+        self._is_awaited = self._is_running = self._wraps_experts = False
 
     @cached_property
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -122,6 +124,8 @@ class _Beside:
         """Says that the caller of the next experts gives the router's rows in the place of logits,
         and calls `wait` before it reads the result. A compiled graph of stock layers, kept since an
         earlier start, does not say so."""
+        # Else rows would be taken for logits.
+        assert self._wraps_experts, "the compiled graph is of other layers than these"
         self._is_awaited = True
 
     def wrap(
@@ -130,6 +134,8 @@ class _Beside:
         """Returns `run`, the experts for states [T, H] and logits [T, E], which runs on the second
         stream if its result is awaited. `project`: makes logits of the router's rows [T, H]; what
         it returns comes first in a tuple."""
+
+        self._wraps_experts = True
 
         def beside(states: torch.Tensor, routing: torch.Tensor, *inputs: Any) -> torch.Tensor:
             """Returns at once; what it returns can be read after `wait`. `routing`: the router's

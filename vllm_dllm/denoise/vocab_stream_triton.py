@@ -131,7 +131,8 @@ def _read_blocks_kernel(
     logit = tl.load(place, mask=is_token, other=0.0).to(tl.float32)
     scale = 1 / tl.load(temperature + row)
     if HAS_SOFTCAP:
-        # tanh by way of exp, which every backend has. The square of rsqrt is one division less.
+        # tanh by way of exp, which every backend has. 1 - e is exact near 0, where 1 - 2 / (1 + e)
+        # is not. The square of rsqrt is one division less.
         e = tl.exp2(tl.abs(logit) * (-2 * _LOG2_E / softcap))
         root = tl.rsqrt(1 + e)
         tanh = (1 - e) * root * root

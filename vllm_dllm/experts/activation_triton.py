@@ -36,7 +36,8 @@ def quantise_rows(
     rows: torch.Tensor,  # [n, K] the model's type, contiguous
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what `definition.quantise` does, rows in e4m3 [n, K] and their scales [n, 1] fp32: in
-    bf16 and fp16 the same numbers, as vLLM's kernel also does, but a zero never has a sign."""
+    bf16 and fp16 the same numbers, as vLLM's kernel also does, but a zero never has a sign. A row
+    with a NaN or an infinity has a NaN somewhere, so its products are NaN."""
     width, block = rows.shape[1], triton.next_power_of_2(rows.shape[1])
     quantised = torch.empty_like(rows, dtype=FP8)
     scale = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)

@@ -22,7 +22,7 @@ from vllm_dllm.compat.concurrent_experts import (
     ConcurrentLayer,
     run_experts_beside_mlp,
 )
-from vllm_dllm.compat.row_reductions import SETTINGS
+from vllm_dllm.compat.row_reductions import SETTING, RowsInRegisters
 
 HIDDEN, EXPERTS, TOKENS = 32, 4, 7
 
@@ -228,7 +228,7 @@ def test_a_compiler_keeps_the_order_and_has_no_more_to_launch(stacks: tuple[Stac
         late.seen.clear()
         options = {
             **IN_ORDER,
-            **SETTINGS,
+            SETTING: RowsInRegisters,
             "enable_auto_functionalized_v2": False,
         }  # as vLLM compiles
         with torch.compiler.config.patch(force_disable_caches=True):  # or nothing is counted
@@ -321,9 +321,15 @@ def test_experts_that_are_awaited_run_on_the_second_stream(
         notes.append(f"{Stream.current.name} projects")
         return "logits", None
 
-    for _ in range(2):  # layers, one after the other
+    for layer in [beside.wrap(run, project) for _ in range(2)]:
         if is_awaited:
             beside.begin()
-        assert beside.wrap(run, project)("states", "routing", None, None) == "states"
+        assert layer("states", "routing", None, None) == "states"
         beside.wait()
     assert notes == 2 * expected.split(", ")
+
+
+def test_a_graph_of_other_layers_is_not_run() -> None:
+    """Its layers would take the router's rows for logits."""
+    with pytest.raises(AssertionError, match="other layers"):
+        concurrent_experts._Beside().begin()

@@ -112,6 +112,21 @@ def test_blocks(fused: ModuleType, width: int, dtype: torch.dtype, softcap: floa
     torch.testing.assert_close(on_device[0].cpu(), logits.to(dtype), **stored)
 
 
+def test_a_soft_cap_near_0_and_far_from_it(fused: ModuleType) -> None:
+    """A GPU's exp and rsqrt are not exact, and most of what is drawn at random is far from 0."""
+    near = torch.logspace(-6, 0, BLOCK // 2)
+    far = torch.tensor([0.0, 1e4, -1e4, torch.inf, -torch.inf]).repeat(BLOCK)[:BLOCK]
+    output = torch.stack((torch.cat((near, -near)), far))
+    temperature, uniform = torch.tensor([0.4, 1.0]), torch.tensor([0.3, 0.7], dtype=torch.float64)
+    logits = scaled(output, temperature, 30.0)
+    on_device = output.to(DEVICE)
+    read(fused, on_device, temperature.to(DEVICE), uniform.to(DEVICE), 30.0)
+    for found, expected, share in zip(on_device.cpu(), logits, 30 / temperature, strict=True):
+        # A GPU's exp is right to 2 ** -22.5, and half of a tanh.
+        allowed = tolerances.short_formula() | {"atol": share.item() * 2**-23}
+        torch.testing.assert_close(found, expected, **allowed)
+
+
 def test_excluded_tokens_are_never_drawn(fused: ModuleType) -> None:
     output = torch.full((64, BLOCK), -1e20)
     output[:, [5, 600]] = torch.tensor([0.0, 1.0])
@@ -120,10 +135,11 @@ def test_excluded_tokens_are_never_drawn(fused: ModuleType) -> None:
     assert set(found.candidate.flatten().tolist()) == {5, 600}
 
 
-def test_a_row_of_nan_points_into_the_vocabulary(fused: ModuleType) -> None:
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_row_of_nan_points_into_the_vocabulary(fused: ModuleType, softcap: float | None) -> None:
     output = torch.full((1, BLOCK + 7), torch.nan, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
-    found = read(fused, output, one, one.double() / 2)
+    found = read(fused, output, one, one.double() / 2, softcap)
     joined = fused.join_blocks(found, one.double() / 2)
     for tokens in (found.best, found.candidate, joined.best_guess, joined.candidate):
         assert (tokens < BLOCK + 7).all()

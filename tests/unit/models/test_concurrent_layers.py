@@ -62,7 +62,7 @@ def test_the_compiler_is_told_before_it_copies_its_settings(
     model = build(config)
     layers = [m for m in model.modules() if isinstance(m, ConcurrentLayer)]
     assert len(layers) == config.model_config.hf_text_config.num_hidden_layers
-    expected = IN_ORDER | row_reductions.SETTINGS | OF_A_USER
+    expected = IN_ORDER | {row_reductions.SETTING: row_reductions.RowsInRegisters} | OF_A_USER
     assert given and all(expected.items() <= each.items() for each in given)
 
 
