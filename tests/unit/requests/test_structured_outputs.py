@@ -141,6 +141,11 @@ WITHOUT_EXCLUDED = "without the tokens that the request excludes"
         # An answer that can be longer must be; one that cannot needs no more tokens than it has.
         (of(regex="[a-z]+"), {"min_tokens": 20, "max_tokens": 20}, None),
         (of(choice=["a", "b"]), {"min_tokens": 2, "max_tokens": 2}, None),
+        (
+            of(regex="a([0-9]{9})?"),
+            {"min_tokens": 3, "max_tokens": 5},
+            "must be at least 10 .* got 5",
+        ),
         (PERSON, {"allowed_token_ids": [*range(1, 512)]}, None),
         (PERSON, {"allowed_token_ids": [*range(2, 512)]}, "every token that ends an answer, such"),
         (PERSON, {"allowed_token_ids": [1, 100, 101]}, WITHOUT_EXCLUDED),
