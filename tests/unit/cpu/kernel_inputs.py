@@ -1,6 +1,8 @@
 """Random inputs of vLLM's bookkeeping kernels, and the kernels themselves."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +50,22 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.query_lens.sum())
+
+
+CASES: dict[str, tuple[str, Callable[[np.random.Generator], KernelInputs]]] = {}
+
+
+def inputs_of(kernel: str, **variants: dict[str, Any]) -> Callable[[Any], Any]:
+    """Makes a function that draws inputs of the kernel a case of the function's name, or several,
+    one for each of the variants of the function's arguments."""
+
+    def register(draw: Any) -> Any:
+        for name, arguments in (variants or {"": {}}).items():
+            case = f"{draw.__name__}_{name}" if name else draw.__name__
+            CASES[case] = (kernel, partial(draw, **arguments))
+        return draw
+
+    return register
 
 
 def int32(values: Any) -> torch.Tensor:

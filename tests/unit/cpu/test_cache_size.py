@@ -31,11 +31,6 @@ FILLABLE = cache_size.CAPACITY_FACTOR * REQUESTS * (FULL_BYTES + SLIDING_BYTES)
 GIB = 1 << 30
 
 
-@pytest.fixture
-def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_size, "MIN_BYTES", 0)
-
-
 def config(**cache: Any) -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
@@ -46,22 +41,21 @@ def config(**cache: Any) -> Any:
     )
 
 
-@pytest.mark.usefixtures("no_least")
-def test_twice_what_all_requests_fill() -> None:
-    assert cache_size.choose_cache_bytes(GIB, LAYERS, config()) == FILLABLE
-
-
-def test_few_requests_leave_room_for_prefixes() -> None:
-    assert cache_size.choose_cache_bytes(2 * GIB, LAYERS, config()) == cache_size.MIN_BYTES
-
-
-@pytest.mark.parametrize("available", [FILLABLE - 1, GIB - 1])
-def test_never_more_than_there_is(available: int) -> None:
-    assert cache_size.choose_cache_bytes(available, LAYERS, config()) == available
-
-
-def test_a_model_without_a_cache_keeps_what_vllm_says() -> None:
-    assert cache_size.choose_cache_bytes(GIB, {}, config()) == GIB
+@pytest.mark.parametrize(
+    ("available", "least", "layers", "chosen"),
+    [
+        pytest.param(GIB, 0, LAYERS, FILLABLE, id="twice what all requests fill"),
+        pytest.param(2 * GIB, GIB, LAYERS, GIB, id="room for prefixes"),
+        pytest.param(FILLABLE - 1, 0, LAYERS, FILLABLE - 1, id="not more than there is"),
+        pytest.param(GIB - 1, GIB, LAYERS, GIB - 1, id="not more than there is for prefixes"),
+        pytest.param(2 * GIB, GIB, {}, 2 * GIB, id="no cache: what vLLM says"),
+    ],
+)
+def test_the_size(
+    monkeypatch: pytest.MonkeyPatch, available: int, least: int, layers: Any, chosen: int
+) -> None:
+    monkeypatch.setattr(cache_size, "MIN_BYTES", least)
+    assert cache_size.choose_cache_bytes(available, layers, config()) == chosen
 
 
 def test_no_room_for_one_request() -> None:
@@ -99,21 +93,28 @@ def started(monkeypatch: pytest.MonkeyPatch, **cache: Any) -> TritonFreeCPUWorke
     return made
 
 
-def test_starts_where_the_share_of_vllm_is_not_free(
-    monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo
+@pytest.mark.parametrize(
+    ("free", "asked", "least", "given"),
+    [
+        # vLLM wants 0.92 of the machine. What others take during the start does not matter either.
+        pytest.param(2 * GIB, None, GIB, GIB, id="vLLM's share is not free"),
+        pytest.param(GIB, None, GIB, int(0.92 * GIB), id="its share of what is free"),
+        pytest.param(18 * GIB, None, 0, FILLABLE, id="what requests fill"),
+        pytest.param(18 * GIB, GIB, 0, GIB, id="the user's size stays"),
+    ],
+)
+def test_a_worker_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    node: MemoryNodeInfo,
+    free: int,
+    asked: int | None,
+    least: int,
+    given: int,
 ) -> None:
-    """vLLM wants 0.92 of the machine. What others take during the start does not matter either."""
-    worker = started(monkeypatch)
-    node.available_memory = 2 * GIB
-    assert worker.determine_available_memory() == cache_size.MIN_BYTES
-
-
-def test_takes_its_share_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, node: MemoryNodeInfo
-) -> None:
-    worker = started(monkeypatch)
-    node.available_memory = GIB
-    assert worker.determine_available_memory() == int(0.92 * GIB)
+    monkeypatch.setattr(cache_size, "MIN_BYTES", least)
+    worker = started(monkeypatch, kv_cache_memory_bytes=asked)
+    node.available_memory = free
+    assert worker.determine_available_memory() == given
 
 
 def test_a_named_share_that_the_model_fills(
@@ -139,15 +140,6 @@ def test_a_named_size_without_room_for_one_request(
     made.model_runner = made.model_config = MagicMock()
     with pytest.raises(ValueError, match=r"needs 0\.59 MiB of KV .*" + said):
         made.load_model()
-
-
-@pytest.mark.usefixtures("no_least", "node")
-@pytest.mark.parametrize(("asked", "given"), [(None, FILLABLE), (GIB, GIB)], ids=["open", "set"])
-def test_the_users_size_stays(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, given: int
-) -> None:
-    worker = started(monkeypatch, kv_cache_memory_bytes=asked)
-    assert worker.determine_available_memory() == given
 
 
 @pytest.mark.parametrize("folder", ["", "memory"], ids=["version-2", "version-1"])

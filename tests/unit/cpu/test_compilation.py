@@ -11,18 +11,13 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_dllm
-from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.patched import patched
+from tests.paths import CHECKPOINTS
 from vllm_dllm.cpu import compilation, norm, processor
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-def config(checkpoint: Path, **options: Any) -> VllmConfig:
-    return EngineArgs(str(checkpoint), **options).create_engine_config()
+def config(**options: Any) -> VllmConfig:
+    return EngineArgs(str(CHECKPOINTS / "diffusiongemma-tiny"), **options).create_engine_config()
 
 
 @pytest.fixture(autouse=True)
@@ -31,36 +26,34 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_AOT_COMPILE")
 
 
-def way(config: VllmConfig) -> tuple[CompilationMode, str, bool]:
-    norms = config.kernel_config.ir_op_priority.rms_norm
-    return (
-        config.compilation_config.mode,
-        config.compilation_config.backend,
-        norms[0] == norm.NORM_PROVIDER,
-    )
+TRACED = (CompilationMode.DYNAMO_TRACE_ONCE, "eager", True)
+COMPILED = (CompilationMode.DYNAMO_TRACE_ONCE, "inductor", False)
+EAGER = (CompilationMode.NONE, None, True)
 
 
-def test_compiles_where_there_is_a_compiler(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asked", "with_compiler", "without"),
+    [
+        ({}, COMPILED, TRACED),
+        ({"enforce_eager": True}, EAGER, EAGER),
+        ({"optimization_level": 0}, EAGER, EAGER),
+        ({"compilation_config": {"mode": 2, "backend": "inductor"}}, COMPILED, COMPILED),
+    ],
+    ids=["nothing", "eager", "level 0", "inductor"],
+)
+@pytest.mark.parametrize("is_there", [True, False], ids=["a compiler", "none"])
+def test_what_is_asked_for_or_what_the_compiler_allows(
+    monkeypatch: pytest.MonkeyPatch, asked: Any, with_compiler: Any, without: Any, is_there: bool
 ) -> None:
-    monkeypatch.setattr(compilation, "has_compiler", lambda: True)
-    assert way(config(checkpoint)) == (CompilationMode.DYNAMO_TRACE_ONCE, "inductor", False)
-
-
-def test_traces_where_there_is_none(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "has_compiler", lambda: False)
-    assert way(config(checkpoint)) == (CompilationMode.DYNAMO_TRACE_ONCE, "eager", True)
-    assert compilation.os.environ["VLLM_USE_AOT_COMPILE"] == "0"
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_obeys_the_user(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
     monkeypatch.setattr(compilation, "has_compiler", lambda: is_there)
-    eager = config(checkpoint, enforce_eager=True)
-    assert way(eager) == (CompilationMode.NONE, eager.compilation_config.backend, True)
-    assert way(config(checkpoint, optimization_level=0))[0] == CompilationMode.NONE
-    asked = config(checkpoint, compilation_config={"mode": 2, "backend": "inductor"})
-    assert way(asked) == (CompilationMode.DYNAMO_TRACE_ONCE, "inductor", False)
+    found = config(**asked)
+    mode, backend, has_our_norm = with_compiler if is_there else without
+    assert found.compilation_config.mode == mode
+    assert backend in (None, found.compilation_config.backend)
+    norms = found.kernel_config.ir_op_priority.rms_norm
+    assert (norms[0] == norm.NORM_PROVIDER) == has_our_norm
+    if backend == "eager":
+        assert compilation.os.environ["VLLM_USE_AOT_COMPILE"] == "0"
 
 
 def test_a_compiler_without_the_headers_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.utils import ompmultiprocessing
@@ -25,23 +26,22 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "usable", "used"),
-    [(1, 1, 1), (2, 2, 2), (8, 8, 8), (9, 9, 8), (64, 64, 63), (64, 4, 4), (2, 1, 1)],
-    ids=["one", "two", "eight", "nine", "many", "a quota of four", "a quota of one"],
+    ("num_cores", "usable", "wish", "used"),
+    [
+        *[(n, n, None, n) for n in (1, 2, 8)],
+        *[(9, 9, None, 8), (64, 64, None, 63)],
+        *[(64, 4, None, 4), (2, 1, None, 1)],
+        *[(8, 8, "1", 1), (12, 8, "12", 12), (8, 8, " 3,1", 3)],
+        *[(8, 8, "", 8), (8, 8, "x", 8)],
+    ],
 )
-def test_a_small_machine_gives_all(
-    monkeypatch: pytest.MonkeyPatch, num_cores: int, usable: int, used: int
+def test_a_small_machine_gives_all_within_its_quota_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, usable: int, wish: str | None, used: int
 ) -> None:
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: usable)
+    if wish is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", wish)
     assert cores.choose_cores([list(range(num_cores))]) == [list(range(used))]
-
-
-@pytest.mark.parametrize(("wish", "used"), [("1", 1), ("12", 12), (" 3,1", 3), ("", 8), ("x", 8)])
-def test_omp_num_threads_is_obeyed(monkeypatch: pytest.MonkeyPatch, wish: str, used: int) -> None:
-    monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: 8)
-    monkeypatch.setenv("OMP_NUM_THREADS", wish)
-    count = 12 if wish == "12" else 8
-    assert len(cores.choose_cores([list(range(count))])[0]) == used
 
 
 def test_workers_share_a_quota(
@@ -81,40 +81,30 @@ def given(
     return manager.cpu_lists, manager.reserved_cpu_list
 
 
-def test_our_worker_gets_both_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert given(monkeypatch) == ([[0, 1]], [])
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("variables", "machine", "expected"),
     [
-        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "1", ([[0]], [1])),
-        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0", ([[0, 1]], [])),
-        ("VLLM_CPU_OMP_THREADS_BIND", "1", ([[1]], [])),
-        ("VLLM_CPU_OMP_THREADS_BIND", "nobind", ([], [])),
-        ("OMP_NUM_THREADS", "1", ([[0]], [1])),
+        ({}, {}, ([[0, 1]], [])),
+        ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}, {}, ([[0]], [1])),
+        ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, {}, ([[0, 1]], [])),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "1"}, {}, ([[1]], [])),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, {}, ([], [])),
+        ({"OMP_NUM_THREADS": "1"}, {}, ([[0]], [1])),
+        # Others keep vLLM's choice.
+        ({}, {"worker": STOCK_CPU_WORKER}, ([[0]], [1])),
+        ({}, {"kv_transfer": object(), "num_cores": 4}, ([[0, 1]], [2, 3])),
+        # Workers share a memory node. vLLM refuses them: "Not enough allowed NUMA nodes".
+        ({}, {"num_workers": 2}, ([[0], [1]], [])),
+        ({}, {"num_workers": 2, "num_cores": 5}, ([[0, 1], [2, 3]], [])),
+        ({}, {"num_workers": 2, "num_cores": 1}, ([[0], [0]], [])),
     ],
 )
-def test_the_user_is_obeyed(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: object
+def test_the_cores_of_workers(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], machine: Any, expected: object
 ) -> None:
-    monkeypatch.setenv(name, value)
-    assert given(monkeypatch) == expected
-
-
-def test_others_keep_vllms_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert given(monkeypatch, worker=STOCK_CPU_WORKER) == ([[0]], [1])
-    assert given(monkeypatch, kv_transfer=object(), num_cores=4) == ([[0, 1]], [2, 3])
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "expected"), [(2, [[0], [1]]), (5, [[0, 1], [2, 3]]), (1, [[0], [0]])]
-)
-def test_workers_share_a_memory_node(
-    monkeypatch: pytest.MonkeyPatch, num_cores: int, expected: list[list[int]]
-) -> None:
-    """vLLM refuses them: "Not enough allowed NUMA nodes"."""
-    assert given(monkeypatch, num_cores=num_cores, num_workers=2)[0] == expected
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert given(monkeypatch, **machine) == expected
 
 
 def test_workers_are_spread_over_memory_nodes() -> None:

@@ -1,5 +1,7 @@
 """Experts one after the other, against each token by itself."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -105,30 +107,31 @@ def zen(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     return config
 
 
-def is_faster_than_stock(config: VllmConfig, **differences: object) -> bool:
-    with set_current_vllm_config(config):
-        return experts.is_faster_than_stock(type("Other", (Experts,), differences))
+BF16_SUPPORTED, AMX_SUPPORTED = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
 
 
-def test_large_experts_in_bf16(zen: VllmConfig) -> None:
-    assert is_faster_than_stock(zen)
-    assert not is_faster_than_stock(zen, in_dtype=torch.float32)
-    assert not is_faster_than_stock(zen, in_dtype=torch.float16)
-    assert not is_faster_than_stock(zen, has_bias=True)
-    assert not is_faster_than_stock(zen, num_experts=64), "16 rows of a canvas an expert"
-    assert not is_faster_than_stock(zen, hidden_dim=128, intermediate_size_per_partition=64)
-
-
-@pytest.mark.parametrize("difference", ["another processor", "AMX", "no bf16", "no canvases"])
-def test_nowhere_else(zen: VllmConfig, monkeypatch: pytest.MonkeyPatch, difference: str) -> None:
-    owner, name, value = {
-        "another processor": (experts, "cpu_vendor", lambda: "GenuineIntel"),
-        "AMX": (torch.cpu, "_is_amx_tile_supported", lambda: True),
-        "no bf16": (torch.cpu, "_is_avx512_bf16_supported", lambda: False),
-        "no canvases": (zen, "diffusion_config", None),
-    }[difference]
-    monkeypatch.setattr(owner, name, value)
-    assert not is_faster_than_stock(zen)
+@pytest.mark.parametrize(
+    ("owner", "differences", "expected"),
+    [
+        (Experts, {}, True),
+        (Experts, {"in_dtype": torch.float32}, False),
+        (Experts, {"in_dtype": torch.float16}, False),
+        (Experts, {"has_bias": True}, False),
+        (Experts, {"num_experts": 64}, False),  # 16 rows of a canvas an expert
+        (Experts, {"hidden_dim": 128, "intermediate_size_per_partition": 64}, False),
+        (experts, {"cpu_vendor": lambda: "GenuineIntel"}, False),
+        (torch.cpu, {AMX_SUPPORTED: lambda: True}, False),
+        (torch.cpu, {BF16_SUPPORTED: lambda: False}, False),
+        (VllmConfig, {"diffusion_config": None}, False),
+    ],
+)
+def test_large_experts_in_bf16_on_zen_are_ours(
+    zen: VllmConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, differences: Any, expected: bool
+) -> None:
+    for name, value in differences.items():
+        monkeypatch.setattr(zen if owner is VllmConfig else owner, name, value)
+    with set_current_vllm_config(zen):
+        assert experts.is_faster_than_stock(Experts) == expected
 
 
 def test_vllm_asks_it_first() -> None:

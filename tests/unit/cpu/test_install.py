@@ -1,14 +1,14 @@
 """When this machine's runner is ours, and what is set for it."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from attention_kernels.interpreter import interpret_language
-from checkpoints.recipes.tiny import make_tiny_checkpoint
+from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin
 from vllm_dllm.config.workers import SHORT_SPINS
 from vllm_dllm.cpu import install
@@ -25,13 +25,9 @@ def no_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def refuse(*args: object) -> None:
-    raise AssertionError("must not be called")
-
-
 def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_placeholder, "has_triton", lambda: True)
-    monkeypatch.setattr(runner, "allow_v2_runner_without_triton", refuse)
+    monkeypatch.setattr(runner, "allow_v2_runner_without_triton", None)
     install.install()
 
 
@@ -66,28 +62,25 @@ def test_prepare_keeps_the_users_openmp_settings(
     assert [name for name in OPENMP if name in os.environ] == [setting]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), vision=False)
+def configuration() -> VllmConfig:
+    plugin.register()
+    checkpoint = str(CHECKPOINTS / "diffusiongemma-tiny")
+    return EngineArgs(checkpoint, enforce_eager=True).create_engine_config()
 
 
 def test_a_diffusion_model_gets_runner_v2(
-    checkpoint: Path, no_openmp_settings: None, monkeypatch: pytest.MonkeyPatch
+    no_openmp_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin.register()
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    config = EngineArgs(str(checkpoint), enforce_eager=True).create_engine_config()
+    config = configuration()
     assert config.use_v2_model_runner
     assert config.parallel_config.worker_cls == OURS
 
 
-def test_a_user_who_asks_for_runner_v1_is_told(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin.register()
+def test_a_user_who_asks_for_runner_v1_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="Model Runner V1 does not support: diffusion models"):
-        EngineArgs(str(checkpoint), enforce_eager=True).create_engine_config()
+        configuration()
 
 
 def test_interpreting_a_kernel_is_this_processs_own_affair() -> None:

@@ -1,7 +1,6 @@
 """Each native kernel against the Triton kernel it replaces, run in Triton's interpreter."""
 
 import logging
-from collections.abc import Callable
 from logging.handlers import MemoryHandler
 from types import FunctionType
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from tests.unit.cpu import draft_kernel_inputs
+from tests.unit.cpu.draft_kernel_inputs import CASES  # with what that file registers
 from tests.unit.cpu.kernel_inputs import (
     MAX_LEN,
     MAX_REQS,
@@ -20,6 +19,7 @@ from tests.unit.cpu.kernel_inputs import (
     Batch,
     KernelInputs,
     addresses,
+    inputs_of,
     int32,
     kernel_of,
     stale,
@@ -32,6 +32,7 @@ from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
 pytestmark = pytest.mark.numerics
 
 
+@inputs_of("input_batch._prepare_prefill_inputs_kernel")
 def prefill(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     num_lookahead = int(rng.integers(1, 4))
@@ -57,6 +58,7 @@ def prefill(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((batch.num_reqs,), args, options)
 
 
+@inputs_of("input_batch._prepare_pos_seq_lens_kernel")
 def positions(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     args = [
@@ -70,32 +72,35 @@ def positions(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((batch.num_reqs + 1,), args, {"BLOCK_SIZE": 8})
 
 
-def combine(num_new: int) -> Callable[[np.random.Generator], KernelInputs]:
-    def draw(rng: np.random.Generator) -> KernelInputs:
-        batch = Batch.draw(rng, min_query_len=num_new)
-        num_logits = rng.integers(num_new, batch.query_lens + 1)
-        seq_lens = batch.query_lens + rng.integers(0, 20, batch.num_reqs)
-        prefill_len = np.zeros(MAX_REQS, dtype=int)
-        prefill_len[batch.slots] = seq_lens + rng.integers(-8, 3, batch.num_reqs)
-        steps = 12
-        args = [
-            tokens(rng, MAX_REQS * 12),
-            batch.slots,
-            tokens(rng, MAX_REQS, 1, dtype=torch.int64),
-            batch.query_start_loc,
-            int32(seq_lens),
-            int32(prefill_len),
-            tokens(rng, MAX_REQS, steps, dtype=torch.int64),
-            steps,
-            int32(np.cumsum([0, *num_logits])),
-            stale(int(num_logits.sum()) + 3, dtype=torch.int64),
-        ]
-        options = {"NUM_NEW_SAMPLED_TOKENS": num_new, "BLOCK_SIZE": 16}
-        return KernelInputs((batch.num_reqs,), args, options)
+@inputs_of(
+    "input_batch._combine_sampled_and_draft_tokens_kernel",
+    canvas=dict(num_new=0),
+    next_token=dict(num_new=1),
+)
+def combine(rng: np.random.Generator, num_new: int) -> KernelInputs:
+    batch = Batch.draw(rng, min_query_len=num_new)
+    num_logits = rng.integers(num_new, batch.query_lens + 1)
+    seq_lens = batch.query_lens + rng.integers(0, 20, batch.num_reqs)
+    prefill_len = np.zeros(MAX_REQS, dtype=int)
+    prefill_len[batch.slots] = seq_lens + rng.integers(-8, 3, batch.num_reqs)
+    steps = 12
+    args = [
+        tokens(rng, MAX_REQS * 12),
+        batch.slots,
+        tokens(rng, MAX_REQS, 1, dtype=torch.int64),
+        batch.query_start_loc,
+        int32(seq_lens),
+        int32(prefill_len),
+        tokens(rng, MAX_REQS, steps, dtype=torch.int64),
+        steps,
+        int32(np.cumsum([0, *num_logits])),
+        stale(int(num_logits.sum()) + 3, dtype=torch.int64),
+    ]
+    options = {"NUM_NEW_SAMPLED_TOKENS": num_new, "BLOCK_SIZE": 16}
+    return KernelInputs((batch.num_reqs,), args, options)
 
-    return draw
 
-
+@inputs_of("input_batch._get_num_sampled_and_rejected_kernel")
 def sampled_and_rejected(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     num_logits = rng.integers(0, 12, batch.num_reqs)
@@ -110,46 +115,55 @@ def sampled_and_rejected(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((batch.num_reqs,), args)
 
 
+@inputs_of(
+    "input_batch._post_update_kernel",
+    plain={},
+    penalties=dict(with_counts=True),
+    no_queries=dict(with_counts=True, with_queries=False),
+    skipping=dict(skip_some=True),
+)
 def outcome(
-    with_counts: bool, with_queries: bool, skip_some: bool = False
-) -> Callable[[np.random.Generator], KernelInputs]:
-    def draw(rng: np.random.Generator) -> KernelInputs:
-        batch = Batch.draw(rng)
-        slots = batch.slots
-        if skip_some:
-            slots = torch.where(torch.from_numpy(rng.random(len(slots)) < 0.4), -1, slots)
-        counts = tokens(rng, MAX_REQS, VOCAB) if with_counts else None
-        # A denoise step samples nothing, a commit the whole canvas.
-        num_sampled = np.where(rng.random(batch.num_reqs) < 0.5, 0, batch.query_lens)
-        args = [
-            slots,
-            int32(rng.integers(0, 30, MAX_REQS)),
-            tokens(rng, MAX_REQS, 1, dtype=torch.int64),
-            counts,
-            VOCAB if with_counts else 0,
-            tokens(rng, batch.num_reqs, 12),
-            12,
-            int32(num_sampled),
-            int32(batch.query_lens - num_sampled),
-            batch.query_start_loc if with_queries else None,
-            tokens(rng, MAX_REQS, MAX_LEN),
-            MAX_LEN,
-            int32(rng.integers(0, MAX_LEN - 12, MAX_REQS)),
-        ]
-        if SINCE_0_33:  # from another rank, drafts come along
-            drafts = [tokens(rng, batch.num_reqs, 5), stale(MAX_REQS, 5)]
-            args += [*drafts, 5] if with_queries else [None, None, 0]
-        return KernelInputs((batch.num_reqs,), args, {"num_warps": 1})
+    rng: np.random.Generator,
+    with_counts: bool = False,
+    with_queries: bool = True,
+    skip_some: bool = False,
+) -> KernelInputs:
+    batch = Batch.draw(rng)
+    slots = batch.slots
+    if skip_some:
+        slots = torch.where(torch.from_numpy(rng.random(len(slots)) < 0.4), -1, slots)
+    counts = tokens(rng, MAX_REQS, VOCAB) if with_counts else None
+    # A denoise step samples nothing, a commit the whole canvas.
+    num_sampled = np.where(rng.random(batch.num_reqs) < 0.5, 0, batch.query_lens)
+    args = [
+        slots,
+        int32(rng.integers(0, 30, MAX_REQS)),
+        tokens(rng, MAX_REQS, 1, dtype=torch.int64),
+        counts,
+        VOCAB if with_counts else 0,
+        tokens(rng, batch.num_reqs, 12),
+        12,
+        int32(num_sampled),
+        int32(batch.query_lens - num_sampled),
+        batch.query_start_loc if with_queries else None,
+        tokens(rng, MAX_REQS, MAX_LEN),
+        MAX_LEN,
+        int32(rng.integers(0, MAX_LEN - 12, MAX_REQS)),
+    ]
+    if SINCE_0_33:  # from another rank, drafts come along
+        drafts = [tokens(rng, batch.num_reqs, 5), stale(MAX_REQS, 5)]
+        args += [*drafts, 5] if with_queries else [None, None, 0]
+    return KernelInputs((batch.num_reqs,), args, {"num_warps": 1})
 
-    return draw
 
-
+@inputs_of("input_batch._post_update_num_computed_tokens_kernel")
 def computed_tokens(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     args = [batch.slots, int32(rng.integers(0, 30, MAX_REQS)), batch.query_start_loc]
     return KernelInputs((batch.num_reqs,), args)
 
 
+@inputs_of("input_batch._expand_idx_mapping_kernel")
 def expand(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     args = [
@@ -161,6 +175,7 @@ def expand(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((batch.num_reqs,), args, {"BLOCK_SIZE": 16})
 
 
+@inputs_of("block_table._gather_block_tables_kernel")
 def gather(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     widths = [5, 11, 8][: int(rng.integers(1, 4))]
@@ -189,70 +204,73 @@ def gather(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((len(widths), num_rows), args, options, memory)
 
 
-def slot_mappings(dummies: bool = False) -> Callable[[np.random.Generator], KernelInputs]:
-    def draw(rng: np.random.Generator) -> KernelInputs:
-        batch = Batch.draw(rng)
-        slots = torch.full_like(batch.slots, -1) if dummies else batch.slots.clone()
-        if dummies and rng.random() < 0.7:
-            slots[0] = batch.slots[0]
-        num_groups = int(rng.integers(1, 4))
-        block_sizes = rng.choice([4, 8, 16], num_groups)
-        enabled = rng.random(num_groups) < 0.8
-        tables = [tokens(rng, MAX_REQS, MAX_LEN // 4) for _ in range(num_groups)]
-        max_tokens = MAX_REQS * 12 + 3
-        args = [
-            max_tokens,
-            slots,
-            batch.query_start_loc,
-            torch.from_numpy(rng.integers(0, MAX_LEN, max_tokens)),
-            addresses(tables),
-            torch.tensor([t.stride(0) for t in tables]),
-            int32(block_sizes),
-            torch.from_numpy(enabled),
-            torch.ones(num_groups, dtype=torch.bool),
-            stale(num_groups, max_tokens, dtype=torch.int64),
-            max_tokens,
-            0,
-        ]
-        options = {"CP_SIZE": 1, "CP_INTERLEAVE": 1, "PAD_ID": -1, "TRITON_BLOCK_SIZE": 8}
-        return KernelInputs((num_groups, batch.num_reqs + 1), args, options, tables)
-
-    return draw
+@inputs_of("block_table._compute_slot_mappings_kernel", all={}, dummies=dict(dummies=True))
+def slot_mappings(rng: np.random.Generator, dummies: bool = False) -> KernelInputs:
+    batch = Batch.draw(rng)
+    slots = torch.full_like(batch.slots, -1) if dummies else batch.slots.clone()
+    if dummies and rng.random() < 0.7:
+        slots[0] = batch.slots[0]
+    num_groups = int(rng.integers(1, 4))
+    block_sizes = rng.choice([4, 8, 16], num_groups)
+    enabled = rng.random(num_groups) < 0.8
+    tables = [tokens(rng, MAX_REQS, MAX_LEN // 4) for _ in range(num_groups)]
+    max_tokens = MAX_REQS * 12 + 3
+    args = [
+        max_tokens,
+        slots,
+        batch.query_start_loc,
+        torch.from_numpy(rng.integers(0, MAX_LEN, max_tokens)),
+        addresses(tables),
+        torch.tensor([t.stride(0) for t in tables]),
+        int32(block_sizes),
+        torch.from_numpy(enabled),
+        torch.ones(num_groups, dtype=torch.bool),
+        stale(num_groups, max_tokens, dtype=torch.int64),
+        max_tokens,
+        0,
+    ]
+    options = {"CP_SIZE": 1, "CP_INTERLEAVE": 1, "PAD_ID": -1, "TRITON_BLOCK_SIZE": 8}
+    return KernelInputs((num_groups, batch.num_reqs + 1), args, options, tables)
 
 
+@inputs_of(
+    "buffer_utils._apply_write_kernel",
+    int32=dict(dtype=torch.int32),
+    float32=dict(dtype=torch.float32),
+    one_dimensional=dict(dtype=torch.int64, one_dimensional=True),
+    groups=dict(dtype=torch.int32, num_groups=3),
+)
 def writes(
-    dtype: torch.dtype, one_dimensional: bool = False, num_groups: int = 0
-) -> Callable[[np.random.Generator], KernelInputs]:
-    def draw(rng: np.random.Generator) -> KernelInputs:
-        num_writes = int(rng.integers(1, 6))
-        width = 1 if one_dimensional else 20
-        lengths = rng.integers(1, 1 + width if one_dimensional else 10, num_writes)
-        # Later writes may land on earlier ones: the order counts.
-        rows = rng.integers(0, MAX_REQS, num_writes)
-        starts = rng.integers(0, width - lengths + 1)
-        contents = tokens(rng, int(lengths.sum()) + 2, dtype=dtype)
-        shape = (MAX_REQS,) if one_dimensional else (MAX_REQS, width)
-        outputs = [stale(*shape, dtype=dtype) for _ in range(max(num_groups, 1))]
-        groups = int32(rng.integers(0, num_groups, num_writes)) if num_groups else None
-        if num_groups == 0:
-            # Rows written twice by one launch would depend on the order of a GPU's blocks.
-            rows = rng.permutation(MAX_REQS)[:num_writes]
-        args = [
-            addresses(outputs) if num_groups else outputs[0],
-            torch.tensor([t.stride(0) for t in outputs]) if num_groups else outputs[0].stride(0),
-            int32(rows),
-            int32(starts),
-            contents,
-            int32(np.cumsum(lengths)),
-            groups,
-        ]
-        options = {"BLOCK_SIZE": 4, "MULTI_GROUP": num_groups > 0}
-        grid = (num_writes, -(-int(lengths.max()) // 4)) if SINCE_0_33 else (num_writes,)
-        return KernelInputs(grid, args, options, outputs)
-
-    return draw
+    rng: np.random.Generator, dtype: torch.dtype, one_dimensional: bool = False, num_groups: int = 0
+) -> KernelInputs:
+    num_writes = int(rng.integers(1, 6))
+    width = 1 if one_dimensional else 20
+    lengths = rng.integers(1, 1 + width if one_dimensional else 10, num_writes)
+    # Later writes may land on earlier ones: the order counts.
+    rows = rng.integers(0, MAX_REQS, num_writes)
+    starts = rng.integers(0, width - lengths + 1)
+    contents = tokens(rng, int(lengths.sum()) + 2, dtype=dtype)
+    shape = (MAX_REQS,) if one_dimensional else (MAX_REQS, width)
+    outputs = [stale(*shape, dtype=dtype) for _ in range(max(num_groups, 1))]
+    groups = int32(rng.integers(0, num_groups, num_writes)) if num_groups else None
+    if num_groups == 0:
+        # Rows written twice by one launch would depend on the order of a GPU's blocks.
+        rows = rng.permutation(MAX_REQS)[:num_writes]
+    args = [
+        addresses(outputs) if num_groups else outputs[0],
+        torch.tensor([t.stride(0) for t in outputs]) if num_groups else outputs[0].stride(0),
+        int32(rows),
+        int32(starts),
+        contents,
+        int32(np.cumsum(lengths)),
+        groups,
+    ]
+    options = {"BLOCK_SIZE": 4, "MULTI_GROUP": num_groups > 0}
+    grid = (num_writes, -(-int(lengths.max()) // 4)) if SINCE_0_33 else (num_writes,)
+    return KernelInputs(grid, args, options, outputs)
 
 
+@inputs_of("sample.logprob._topk_log_softmax_kernel")
 def topk_log_softmax(rng: np.random.Generator) -> KernelInputs:
     num_rows, topk = int(rng.integers(1, 5)), int(rng.integers(1, 7))
     # Rows of a wider tensor, as after the padding of a vocabulary.
@@ -269,6 +287,7 @@ def topk_log_softmax(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((num_rows,), args, {"BLOCK_SIZE": 16, "TOPK_BLOCK_SIZE": 4})
 
 
+@inputs_of("sample.logprob._ranks_kernel")
 def ranks(rng: np.random.Generator) -> KernelInputs:
     num_rows = int(rng.integers(1, 5))
     logits = torch.from_numpy(rng.integers(0, 9, (num_rows, VOCAB))).float()  # with ties
@@ -282,6 +301,7 @@ def ranks(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((num_rows,), args, {"BLOCK_SIZE": 16})
 
 
+@inputs_of("sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
 def prompt_tokens(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     args = [
@@ -295,6 +315,7 @@ def prompt_tokens(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((batch.num_reqs,), args, {"BLOCK_SIZE": 8})
 
 
+@inputs_of("structured_outputs._apply_grammar_bitmask_kernel")
 def grammar(rng: np.random.Generator) -> KernelInputs:
     batch = Batch.draw(rng)
     stride = 12
@@ -314,43 +335,6 @@ def grammar(rng: np.random.Generator) -> KernelInputs:
     return KernelInputs((num_masks, 2), args, {"MASK_STRIDE": stride, "BLOCK_SIZE": 32})
 
 
-CASES: dict[str, tuple[str, Callable[[np.random.Generator], KernelInputs]]] = {
-    "prepare_prefill_inputs": ("input_batch._prepare_prefill_inputs_kernel", prefill),
-    "prepare_pos_seq_lens": ("input_batch._prepare_pos_seq_lens_kernel", positions),
-    "combine_canvas": ("input_batch._combine_sampled_and_draft_tokens_kernel", combine(0)),
-    "combine_next_token": ("input_batch._combine_sampled_and_draft_tokens_kernel", combine(1)),
-    "num_sampled_and_rejected": (
-        "input_batch._get_num_sampled_and_rejected_kernel",
-        sampled_and_rejected,
-    ),
-    "post_update": ("input_batch._post_update_kernel", outcome(False, True)),
-    "post_update_penalties": ("input_batch._post_update_kernel", outcome(True, True)),
-    "post_update_no_queries": ("input_batch._post_update_kernel", outcome(True, False)),
-    "post_update_skipping": ("input_batch._post_update_kernel", outcome(False, True, True)),
-    "post_update_num_computed_tokens": (
-        "input_batch._post_update_num_computed_tokens_kernel",
-        computed_tokens,
-    ),
-    "expand_idx_mapping": ("input_batch._expand_idx_mapping_kernel", expand),
-    "gather_block_tables": ("block_table._gather_block_tables_kernel", gather),
-    "slot_mappings": ("block_table._compute_slot_mappings_kernel", slot_mappings()),
-    "slot_mappings_dummies": ("block_table._compute_slot_mappings_kernel", slot_mappings(True)),
-    "apply_write_int32": ("buffer_utils._apply_write_kernel", writes(torch.int32)),
-    "apply_write_float32": ("buffer_utils._apply_write_kernel", writes(torch.float32)),
-    "apply_write_1d_int64": ("buffer_utils._apply_write_kernel", writes(torch.int64, True)),
-    "apply_write_groups": (
-        "buffer_utils._apply_write_kernel",
-        writes(torch.int32, num_groups=3),
-    ),
-    "topk_log_softmax": ("sample.logprob._topk_log_softmax_kernel", topk_log_softmax),
-    "ranks": ("sample.logprob._ranks_kernel", ranks),
-    "prompt_logprobs_token_ids": (
-        "sample.prompt_logprob._prompt_logprobs_token_ids_kernel",
-        prompt_tokens,
-    ),
-    "grammar_bitmask": ("structured_outputs._apply_grammar_bitmask_kernel", grammar),
-    **draft_kernel_inputs.CASES,
-}
 # fp32 scores differ by the order of a sum over the vocabulary, or by a logarithm of a logarithm
 # beside a logit; the rest not at all.
 OF_NOISE = tolerances.SHORT * 40

@@ -28,18 +28,19 @@ def run(monkeypatch: pytest.MonkeyPatch, ran: Any = None, **changes: bool) -> An
     )
 
 
-def test_a_step_of_canvases_is_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch) is TOKENS
-
-
-def test_an_empty_step_has_nothing_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, ran=NOTHING_RAN) is NOTHING_RAN
-
-
 @pytest.mark.parametrize(
-    "change", [{"is_diffusion": False}, {"async_scheduling": True}, {"structured": True}], ids=str
+    ("changes", "answer"),
+    [
+        ({}, TOKENS),
+        ({"ran": NOTHING_RAN}, NOTHING_RAN),
+        # Otherwise the engine asks.
+        ({"is_diffusion": False}, None),
+        ({"async_scheduling": True}, None),
+        ({"structured": True}, None),
+    ],
+    ids=["canvases", "nothing ran", "no diffusion", "asynchronous", "structured"],
 )
-def test_otherwise_the_engine_asks(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, bool]
+def test_a_step_of_canvases_is_sampled_at_once(
+    monkeypatch: pytest.MonkeyPatch, changes: Any, answer: object
 ) -> None:
-    assert run(monkeypatch, **change) is None
+    assert run(monkeypatch, **changes) is answer

@@ -2,7 +2,7 @@
 right answer, or of one with the faults of a model that is half done."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,12 @@ from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 V, K = 512, 32
 EOS, QUOTE = 1, 8
+ENDLESS = {
+    "$ref": "#/$defs/a",
+    "$defs": {
+        "a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
+    },
+}
 SCHEMAS: dict[str, dict] = json.loads((Path(__file__).parent / "schemas.json").read_text())
 
 
@@ -101,9 +107,18 @@ def answer(
     scale: float,
 ) -> list[int]:
     """An answer of as many canvases as it takes, from noise alone."""
+    return answer_of(state, lambda: noise(rng, length, scale), max_tokens)
+
+
+def answer_of(
+    state: GrammarState,  # not moved
+    draw_logprobs: Callable[[], np.ndarray],  # of the next canvas
+    max_tokens: int,
+) -> list[int]:
+    """An answer of as many canvases as it takes."""
     state, tokens = state.copy(), []
     while len(tokens) < max_tokens and not state.has_ended:
-        rows = rows_of(noise(rng, length, scale))
+        rows = rows_of(draw_logprobs())
         found = constrain_canvas(state, rows, max_tokens - len(tokens), EOS)
         for token in found.path.tokens:
             assert state.consume_token(token)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from llguidance import grammar_from
 
-from tests.unit.grammar.canvases import EOS, answer, rows_of
+from tests.unit.grammar.canvases import answer
 from tests.unit.grammar.special_tokens import decode, encode, grammars
-from tests.unit.grammar.test_reasoning import meant
+from tests.unit.grammar.test_reasoning import found_for
 from tests.unit.requests.test_gemma_reader import TEXT, call
-from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.gemma_calls import calls_rule
 from vllm_dllm.grammar.lark import LarkRules
@@ -27,7 +26,11 @@ def start(functions: dict[str, Any], **options: bool) -> GrammarState:
     lark = LarkRules()
     asked = {"at_least_one": True, "stop_after_first": True, **options}
     rule = lark.add_rule(calls_rule(lark, functions, **asked))
-    return grammars().start_state(grammar_from("grammar", lark.to_text(rule)), frozenset())
+    return start_lark(lark.to_text(rule))
+
+
+def start_lark(text: str) -> GrammarState:
+    return grammars().start_state(grammar_from("grammar", text), frozenset())
 
 
 def accepts(state: GrammarState, text: str) -> bool:
@@ -60,24 +63,41 @@ SHAPES = {
         of({"kind": {"const": "square"}, "a": {"type": "number"}}, "kind", "a"),
     ]
 }
-CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
-    "text": (of({"a": {"type": "string"}}, "a"), [{"a": ""}, {"a": 'x"}, é\n'}], [{}, {"a": 1}]),
-    "numbers": (
-        of({"i": {"type": "integer", "minimum": 3}, "x": {"type": "number"}}, "i"),
-        [{"i": 3}, {"i": 40, "x": -1.5}],
-        [{"i": 2}, {"i": 3.5}, {"x": 1.0}],
-    ),
-    "boolean and null": (
-        of({"a": {"type": ["boolean", "null"]}}, "a"),
-        [{"a": True}, {"a": None}],
-        [{"a": 0}, {"a": "true"}],
-    ),
-    "enum": (
-        of({"a": {"enum": ["red", 1, None, [1, "x"], {"k": "v"}]}}, "a"),
-        [{"a": "red"}, {"a": 1}, {"a": None}, {"a": [1, "x"]}, {"a": {"k": "v"}}],
-        [{"a": "1"}, {"a": "blue"}],
-    ),
-    "enum of a type": (of({"a": {"type": "string", "enum": ["x", 1]}}), [{"a": "x"}], [{"a": 1}]),
+VALUES: list[Any] = [
+    *("", "x", "é", "red", "xy", "éa", "abc", "x1", "aqb", "abcd", "true", "1", 'x"}, é\n'),
+    *(0, 1, 2, 3, 4, 5, 40, -1.5, 3.5, 5.5, True, False, None),
+    *([], [1], ["1"], ["a"], ["a", "b"], ["a", 1], [1, "a"], [1, "x"], [1, 2, 3], [1, 2, 3, 4]),
+    *({}, {"k": "v"}, {"x": 1, "y": 2}, {"x": "1"}, {"p": "x"}, [None, {"b": True}]),
+    *({"kind": "circle", "r": 1}, {"kind": "square", "r": 1}, {"kind": "square", "a": -1.5}),
+]
+# Of one argument: jsonschema says which of the values fit.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "integer": {"type": "integer", "minimum": 3},
+    "number": {"type": "number"},
+    "boolean and null": {"type": ["boolean", "null"]},
+    "enum": {"enum": ["red", 1, None, [1, "x"], {"k": "v"}]},
+    "enum of a type": {"type": "string", "enum": ["x", 1]},
+    "nested": of({"p": {"type": "string"}}, "p", additionalProperties=False),
+    "list": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    "list of any length": {"type": "array", "items": {"type": "string"}},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "string"}, {"type": "integer"}],
+        "minItems": 2,
+    },
+    "a map": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "anything": {},
+    "one of two": {"anyOf": [{"type": "integer"}, {"type": "string", "minLength": 2}]},
+    "shapes": SHAPES,
+    "pattern": {"type": "string", "pattern": "^[a-z]+$"},
+    "pattern somewhere": {"type": "string", "pattern": "q"},
+    "length": {"type": "string", "minLength": 2, "maxLength": 3},
+    "all of": {"allOf": [{"type": ["number", "null"]}, {"type": "integer", "minimum": 5}]},
+    "notes": {"type": "integer", "title": "A", "description": "a number", "default": 3},
+}
+# Of all arguments, with some that fit and some that do not.
+OBJECTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "optional keys": (
         of({"b": {"type": "integer"}, "a": {"type": "integer"}, "C": {"type": "integer"}}, "b"),
         [{"b": 1}, {"a": 1, "b": 2}, {"b": 1, "C": 3}, {"a": 1, "b": 2, "C": 3}],
@@ -88,62 +108,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}],
         [{"c": 1}],
     ),
-    "nested": (
-        of({"o": of({"p": {"type": "string"}}, "p")}, "o"),
-        [{"o": {"p": "x"}}],
-        [{"o": {}}, {"o": "x"}],
-    ),
-    "list": (
-        of({"l": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3}}),
-        [{"l": [1]}, {"l": [1, 2, 3]}],
-        [{"l": []}, {"l": [1, 2, 3, 4]}, {"l": ["1"]}],
-    ),
-    "list of any length": (
-        of({"l": {"type": "array", "items": {"type": "string"}}}),
-        [{"l": []}, {"l": ["a"]}, {"l": ["a", "b"]}],
-        [{"l": [1]}],
-    ),
-    "tuple": (
-        of({"l": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]}}),
-        [{"l": ["a", 1]}],
-        [{"l": [1, "a"]}],
-    ),
-    "a map": (
-        of({"m": {"type": "object", "additionalProperties": {"type": "integer"}}}, "m"),
-        [{"m": {}}, {"m": {"x": 1, "y": 2}}],
-        [{"m": {"x": "1"}}],
-    ),
-    "anything": (
-        of({"a": {}}, "a"),
-        [{"a": 1}, {"a": "x"}, {"a": [None, {"b": True}]}],
-        [{}],
-    ),
-    "one of two": (
-        of({"a": {"anyOf": [{"type": "integer"}, {"type": "string", "minLength": 2}]}}, "a"),
-        [{"a": 1}, {"a": "xy"}],
-        [{"a": "x"}, {"a": True}],
-    ),
-    "shapes": (
-        of({"s": SHAPES}, "s"),
-        [{"s": {"kind": "circle", "r": 1}}],
-        [{"s": {"kind": "square", "r": 1}}],
-    ),
     "a list in itself": (TREE, [{}, {"name": "a", "next": {"next": None}}], [{"next": 1}]),
-    "pattern": (
-        of(
-            {
-                "a": {"type": "string", "pattern": "^[a-z]+$"},
-                "b": {"type": "string", "pattern": "q"},
-            }
-        ),
-        [{"a": "xy"}, {"b": "aqb"}],
-        [{"a": "x1"}, {"b": "ab"}],
-    ),
-    "length": (
-        of({"a": {"type": "string", "minLength": 2, "maxLength": 3}}),
-        [{"a": "éa"}, {"a": "abc"}],
-        [{"a": "a"}, {"a": "abcd"}],
-    ),
     "date": (
         of({"d": {"type": "string", "format": "date"}}),
         [{"d": "2026-11-30"}, {"d": "2028-02-29"}, {"d": "2027-01-31"}],
@@ -155,35 +120,37 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"d": "2026-11-30"}, {"d": "2026-11-30T24:00:00Z"}],
     ),
     "signs": (of({"a": {"enum": ['"\\ /\n', "π 🙂"]}}), [{"a": '"\\ /\n'}, {"a": "π 🙂"}], []),
-    "all of": (
-        of({"a": {"allOf": [{"type": ["number", "null"]}, {"type": "integer", "minimum": 5}]}}),
-        [{"a": 5}],
-        [{"a": 4}, {"a": 5.5}, {"a": None}],
-    ),
-    "notes": (
-        of({"a": {"type": "integer", "title": "A", "description": "a number", "default": 3}}),
-        [{"a": 1}],
-        [{"a": "1"}],
-    ),
     "no arguments": (of({}, additionalProperties=False), [{}], [{"a": 1}]),
     "an odd name": (of({"a b": {"type": "integer"}}, "a b"), [], [{"a b": 1}]),
 }
+FUNCTION_SCHEMAS = {
+    **{name: of({"a": schema}, "a") for name, schema in ARGUMENTS.items()},
+    **{name: schema for name, (schema, _, _) in OBJECTS.items()},
+}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_grammar_is_the_schema(name: str) -> None:
-    schema, right, wrong = CASES[name]
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_what_its_schema_says(name: str) -> None:
+    state = start({"f": FUNCTION_SCHEMAS[name]})
+    schema = jsonschema.Draft202012Validator(ARGUMENTS[name])
+    fitting = [value for value in VALUES if schema.is_valid(value)]
+    assert [value for value in VALUES if accepts(state, call("f", {"a": value}))] == fitting
+    assert fitting and not accepts(state, call("f", {}))
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_arguments_are_what_their_schema_says(name: str) -> None:
+    schema, right, wrong = OBJECTS[name]
     state = start({"f": schema})
     for arguments in right:
         jsonschema.validate(arguments, schema)
-        assert accepts(state, call("f", arguments)), arguments
-    for arguments in wrong:
-        assert not accepts(state, call("f", arguments)), arguments
+    assert [one for one in right if not accepts(state, call("f", one))] == []
+    assert [one for one in wrong if accepts(state, call("f", one))] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FUNCTION_SCHEMAS)
 def test_noise_becomes_a_call_that_fits(name: str) -> None:
-    schema = CASES[name][0]
+    schema = FUNCTION_SCHEMAS[name]
     for seed in range(3):
         text = of_noise(start({"f": schema}), seed)
         around, calls = read_calls(text)
@@ -289,37 +256,24 @@ MEANT = call("weather", {"city": "Rome, the old one", "days": 31})
 def cut(state: GrammarState, text: str, most: int) -> tuple[str, bool]:
     """What there is of an answer that the model means, within so many tokens; and whether it was
     closed."""
-    rows = rows_of(meant(text, 48))
-    found = constrain_canvas(state, rows, most, EOS)
-    return decode([token for token in found.path.tokens if token != EOS]), found.is_cut
+    found = found_for(text, 48, state, most)
+    return decode(found.path.tokens), found.is_cut
 
 
+CALLS_OR_A_FORM = {
+    "type": "or",
+    "elements": [
+        {
+            "type": "gemma4_calls",
+            "functions": [{"name": "weather", "parameters": WEATHER["weather"]}],
+            "at_least_one": True,
+        },
+        {"type": "json_schema", "json_schema": {"type": "object"}},
+    ],
+}
 OPTIONAL = {
     "auto": start(WEATHER, at_least_one=False, stop_after_first=False),
-    "or a form": grammars().start_state(
-        grammar_from(
-            "grammar",
-            structural_tag_to_lark(
-                {
-                    "format": {
-                        "type": "or",
-                        "elements": [
-                            {
-                                "type": "gemma4_calls",
-                                "functions": [
-                                    {"name": name, "parameters": schema}
-                                    for name, schema in WEATHER.items()
-                                ],
-                                "at_least_one": True,
-                            },
-                            {"type": "json_schema", "json_schema": {"type": "object"}},
-                        ],
-                    }
-                }
-            ),
-        ),
-        frozenset(),
-    ),
+    "or a form": start_lark(structural_tag_to_lark({"format": CALLS_OR_A_FORM})),
 }
 
 

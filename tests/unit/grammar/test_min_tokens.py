@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from llguidance import grammar_from
 
-from tests.unit.grammar.canvases import EOS, answer, grammars, normalised, rows_of, text_of
-from vllm_dllm.grammar.canvas import constrain_canvas
+from tests.unit.grammar.canvases import EOS, V, answer, answer_of, grammars, normalised, text_of
 from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.masks import has_token
 from vllm_dllm.grammar.state import GrammarState
@@ -20,27 +19,21 @@ def start(regex: str, min_tokens: int, stops: frozenset[int] = frozenset()) -> G
     return grammars().start_state(grammar_from("regex", regex), stops, None, min_tokens)
 
 
-def wants_to_end(length: int, seed: int) -> np.ndarray:
-    """[length, V] fp32: the stop token is the most probable one everywhere."""
-    logits = np.random.default_rng(seed).normal(size=(length, 512))
-    logits[:, EOS] += 12
-    return normalised(logits)
+def end_of(state: GrammarState, length: int) -> list[int]:
+    """The tokens of an answer whose model finds a stop token most probable everywhere."""
+    rng = np.random.default_rng(0)
 
+    def draw_logprobs() -> np.ndarray:
+        logits = rng.normal(size=(length, V))
+        logits[:, EOS] += 12
+        return normalised(logits)
 
-def end_of(state: GrammarState, length: int, max_tokens: int) -> list[int]:
-    """Of an answer whose model wants to end it at once, the tokens."""
-    state, tokens = state.copy(), []
-    while len(tokens) < max_tokens and not state.has_ended:
-        rows = rows_of(wants_to_end(length, seed=len(tokens)))
-        path = constrain_canvas(state, rows, max_tokens - len(tokens), EOS).path
-        assert all(state.consume_token(token) for token in path.tokens)
-        tokens += path.tokens
-    return tokens
+    return answer_of(state, draw_logprobs, max_tokens=64)
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 7, 16, 40])
 def test_an_answer_is_as_long_as_it_must_be(min_tokens: int) -> None:
-    tokens = end_of(start(WORDS, min_tokens), length=16, max_tokens=64)
+    tokens = end_of(start(WORDS, min_tokens), length=16)
     assert re.fullmatch(WORDS, text_of(tokens))
     # One character more where the last one may not be a space.
     assert tokens.index(EOS) in (max(min_tokens, 1), min_tokens + 1)
@@ -48,14 +41,14 @@ def test_an_answer_is_as_long_as_it_must_be(min_tokens: int) -> None:
 
 @pytest.mark.parametrize(("regex", "text"), [("yes|no", "yes|no"), ("ab|abcdef", "abcdef")])
 def test_a_form_that_cannot_go_on_ends(regex: str, text: str) -> None:
-    tokens = end_of(start(regex, 30), length=8, max_tokens=64)
+    tokens = end_of(start(regex, 30), length=8)
     assert tokens[-1] == EOS and re.fullmatch(text, text_of(tokens))
 
 
-def test_noise(max_tokens: int = 48) -> None:
+def test_noise() -> None:
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        tokens = answer(start(WORDS, 24), rng, 16, max_tokens, scale=3.0)
+        tokens = answer(start(WORDS, 24), rng, 16, 48, scale=3.0)
         assert re.fullmatch(WORDS, text_of(tokens))
         assert EOS not in tokens[:24] and len(tokens) >= 24
 

@@ -13,7 +13,6 @@ import pytest
 from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
 from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns
-from vllm_dllm.grammar.state import GrammarState
 
 VALUES = ("b", "b\\", 'b"', "b\t", "bb", "bé", "b日", "b-", "ba", "b^", "b]", "b/", "b\x05")
 PATTERNS = (
@@ -87,14 +86,11 @@ def test_formats_are_what_python_reads(name: str) -> None:
     state = of_schema(schema)
     closed = find_shortest_completion(state, 60)
     assert closed is not None
-    for text in (text_of(closed), *(of_noise(state, seed) for seed in range(8))):
-        READERS[name](json.loads(text))
+    noise = (answer(state, np.random.default_rng(seed), 32, 80, 3.0) for seed in range(8))
+    for tokens in (closed, *noise):
+        READERS[name](json.loads(text_of(tokens)))
     for text in NOT_READ.get(name, ()):
         assert not accepts(schema, json.dumps(text))
     both = mend_patterns({"type": "string", "format": name, "allOf": [{"pattern": "1"}]})
-    tokens = find_shortest_completion(of_schema(both), 60)
-    assert tokens is not None and "1" in text_of(tokens)
-
-
-def of_noise(state: GrammarState, seed: int) -> str:
-    return text_of(answer(state, np.random.default_rng(seed), 32, 80, 3.0))
+    found = find_shortest_completion(of_schema(both), 60)
+    assert found is not None and "1" in text_of(found)

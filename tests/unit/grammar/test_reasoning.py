@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, grammar_from
 
-from tests.unit.grammar.canvases import EOS, SCHEMAS, answer, normalised, rows_of
+from tests.unit.grammar.canvases import EOS, SCHEMAS, V, answer, normalised, rows_of
 from tests.unit.grammar.special_tokens import (
     CALL,
     CHANNEL_BEGINS,
@@ -18,7 +18,7 @@ from tests.unit.grammar.special_tokens import (
     encode,
     grammars,
 )
-from vllm_dllm.grammar.canvas import constrain_canvas
+from vllm_dllm.grammar.canvas import ConstrainedCanvas, constrain_canvas
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.masks import has_token
@@ -38,18 +38,19 @@ def start(
     return grammars().start_state(text, frozenset(), exclusions, 0, reasoning)
 
 
-def meant(text: str, length: int, seed: int = 0, sure: float = 12.0) -> np.ndarray:
-    """[length, V] fp32: the model means `text`, and then nothing more."""
-    logits = np.random.default_rng(seed).normal(size=(length, 512))
+def found_for(
+    text: str, length: int, state: GrammarState | None = None, most: int = 200, sure: float = 12.0
+) -> ConstrainedCanvas:
+    """What becomes of a canvas of which the model means `text`, and then nothing more."""
+    logits = np.random.default_rng(0).normal(size=(length, V))
     for row, token in enumerate([*encode(text), *[EOS] * length][:length]):
         logits[row, token] += sure
-    return normalised(logits)
+    return constrain_canvas(state or start(), rows_of(normalised(logits)), most, EOS)
 
 
 def test_the_form_begins_amid_a_canvas() -> None:
     thought = "Emma is 71: {"
-    rows = rows_of(meant(f"{thought}</think>{EMMA}", 64))
-    found = constrain_canvas(start(), rows, 200, EOS)
+    found = found_for(f"{thought}</think>{EMMA}", 64)
     assert decode(found.path.tokens) == f"{thought}</think>{EMMA}" and found.ended
     # What is thought is nobody's business.
     assert found.path.num_reasoning == len(encode(thought)) + 1
@@ -57,21 +58,17 @@ def test_the_form_begins_amid_a_canvas() -> None:
 
 
 def test_only_what_follows_is_repaired() -> None:
-    rows = rows_of(meant('}}"{ no</think>{"name": "Emma",, "age": "71"}', 64, sure=14.0))
-    path = constrain_canvas(start(), rows, 200, EOS).path
-    text = decode(path.tokens)
+    found = found_for('}}"{ no</think>{"name": "Emma",, "age": "71"}', 64, sure=14.0)
+    text = decode(found.path.tokens)
     assert text.startswith('}}"{ no</think>')
     jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
 
 
 def test_what_begins_reasoning_comes_first() -> None:
     """Else a parser takes what came before it for the answer, which then has no form."""
-    first = constrain_canvas(
-        start(reasoning=GEMMA), rows_of(meant("<|channel>on", 8)), 200, EOS
-    ).path
-    assert decode(first.tokens).startswith("<|channel>on")
-    rows = rows_of(meant(f"on<|channel><channel|>{EMMA}", 64))
-    found = constrain_canvas(start(reasoning=GEMMA), rows, 200, EOS)
+    first = found_for("<|channel>on", 8, start(reasoning=GEMMA))
+    assert decode(first.path.tokens).startswith("<|channel>on")
+    found = found_for(f"on<|channel><channel|>{EMMA}", 64, start(reasoning=GEMMA))
     assert CHANNEL_BEGINS not in found.path.tokens
     assert decode(found.path.tokens).endswith(f"<channel|>{EMMA}") and found.ended
     state = start(reasoning=GEMMA)
@@ -87,18 +84,15 @@ def test_what_begins_reasoning_comes_first() -> None:
 def test_reasoning_goes_over_blocks() -> None:
     state = start()
     for block in ("on and on ", "and on "):
-        tokens = constrain_canvas(
-            state, rows_of(meant(block, len(encode(block)))), 200, EOS
-        ).path.tokens
+        tokens = found_for(block, len(encode(block)), state).path.tokens
         assert decode(tokens) == block and all(state.consume_token(token) for token in tokens)
-    rows = rows_of(meant(f"</think>{EMMA}", 40))
-    assert decode(constrain_canvas(state, rows, 100, EOS).path.tokens) == f"</think>{EMMA}"
+    last = found_for(f"</think>{EMMA}", 40, state, most=100)
+    assert decode(last.path.tokens) == f"</think>{EMMA}"
 
 
 def test_it_does_not_stop_the_answer() -> None:
     """Where the model would stop before it has answered, the answer begins."""
-    path = constrain_canvas(start(), rows_of(meant("I know. ", 48)), 200, EOS).path
-    text = decode(path.tokens)
+    text = decode(found_for("I know. ", 48).path.tokens)
     assert text.startswith("I know. </think>")
     jsonschema.validate(json.loads(text.partition("</think>")[2]), PERSON)
 
@@ -125,9 +119,8 @@ def test_a_token_that_opens_the_answer_ends_it_too() -> None:
         0,
         GEMMA,
     )
-    rows = rows_of(meant("so<|tool_call>call<tool_call|>", 16))
-    text = decode(constrain_canvas(calls, rows, 100, EOS).path.tokens)
-    assert text == "so<|tool_call>call<tool_call|>"
+    text = "so<|tool_call>call<tool_call|>"
+    assert decode(found_for(text, 16, calls).path.tokens) == text
     # Of a form that does not begin with it, it is no part.
     state = start(reasoning=GEMMA)
     assert not state.allows_token(CALL) and not has_token(state.compute_mask(), CALL)
@@ -138,9 +131,7 @@ def test_a_token_that_opens_the_answer_ends_it_too() -> None:
 def test_what_is_excluded_is_not_thought() -> None:
     word = encode("on")[0]
     exclusions = Exclusions(512, None, frozenset({(word,)}))
-    path = constrain_canvas(
-        start(exclusions=exclusions), rows_of(meant("on on", 40)), 200, EOS
-    ).path
+    path = found_for("on on", 40, start(exclusions=exclusions)).path
     assert word not in path.tokens and THOUGHT_ENDS in path.tokens
     never_ends = Exclusions(512, None, frozenset({(THOUGHT_ENDS,)}))
     assert find_completion(start(exclusions=never_ends), 200) is None
@@ -160,9 +151,7 @@ MAY_THINK = replace(GEMMA, is_open=False)
 
 def test_an_answer_that_begins_at_once_has_its_form() -> None:
     """A parser takes it for content: it was once taken for reasoning, and another was made up."""
-    rows = rows_of(meant(EMMA, 48))
-    found = constrain_canvas(start(reasoning=MAY_THINK), rows, 200, EOS)
-    assert decode([token for token in found.path.tokens if token != EOS]) == EMMA
+    assert decode(found_for(EMMA, 48, start(reasoning=MAY_THINK)).path.tokens) == EMMA
     # What is neither reasoning nor of the form does not begin.
     state = start(reasoning=MAY_THINK)
     assert not state.allows_token(encode("Well")[0]) and state.allows_token(CHANNEL_BEGINS)
@@ -175,7 +164,6 @@ def test_an_answer_that_begins_at_once_has_its_form() -> None:
 def test_an_answer_that_thinks_first() -> None:
     text = f"<|channel>thought\nHm.<channel|>{EMMA}"
     state = start(reasoning=MAY_THINK)
-    found = constrain_canvas(state, rows_of(meant(text, 64)), 200, EOS)
-    assert decode([token for token in found.path.tokens if token != EOS]) == text
+    assert decode(found_for(text, 64, state).path.tokens) == text
     assert state.consume_token(CHANNEL_BEGINS) and state.copy().allows_token(encode("Well")[0])
     assert not state.copy().allows_token(CHANNEL_BEGINS)

@@ -1,7 +1,8 @@
 """A form that has a short answer is found to have one, whatever stands beside what in it."""
 
 import json
-from itertools import combinations, combinations_with_replacement, product
+from collections.abc import Iterator
+from itertools import chain, combinations, combinations_with_replacement, product
 
 import pytest
 from llguidance import LLMatcher
@@ -44,26 +45,28 @@ def require_answer(schema: dict) -> None:
 NAMED = [{"format": name} for name in FORMATS] + [{"pattern": pattern} for pattern in PATTERNS]
 
 
-def test_each_with_itself() -> None:
-    for string in NAMED:
-        require_answer(of(string, string))
+ALL_FORMATS = NAMED[: len(FORMATS)]
 
 
-@pytest.mark.slow
-def test_all_pairs() -> None:
-    for strings in combinations(NAMED, 2):
-        require_answer(of(*strings))
-
-
-@pytest.mark.slow
-def test_all_triples_of_formats() -> None:
-    for strings in combinations_with_replacement(NAMED[: len(FORMATS)], 3):
-        require_answer(of(*strings))
-
-
-@pytest.mark.thorough
-def test_in_any_order() -> None:
-    for strings in [*product(NAMED, repeat=2), *product(NAMED[: len(FORMATS)], repeat=3)]:
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param(zip(NAMED, NAMED, strict=True), id="each with itself"),
+        pytest.param(combinations(NAMED, 2), id="pairs", marks=pytest.mark.slow),
+        pytest.param(
+            combinations_with_replacement(ALL_FORMATS, 3),
+            id="triples of formats",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            chain(product(NAMED, repeat=2), product(ALL_FORMATS, repeat=3)),
+            id="any order",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_strings_beside_each_other(beside: Iterator[tuple[dict[str, str], ...]]) -> None:
+    for strings in beside:
         require_answer(of(*strings))
 
 

@@ -31,18 +31,18 @@ def response(**options: Any) -> dict[str, Any]:
 
 
 NAMED_CHAT = {"type": "function", "function": {"name": "look_up"}}
+ENABLE = "--enable-auto-tool-choice"
 MESSAGE_TOOL = {"name": "look_up", "input_schema": PARAMETERS}
-REFUSED = {
-    "chat, required": (chat(tools=[CHAT_TOOL], tool_choice="required"), "got 'required'"),
-    "chat, one function": (chat(tools=[CHAT_TOOL], tool_choice=NAMED_CHAT), "got .*look_up"),
-    "message, any": (chat(tools=[MESSAGE_TOOL], tool_choice={"type": "any"}), "got .*any"),
-    "chat by beams": (chat(use_beam_search=True), "set n"),
-}
-NEEDS_A_PARSER = {
-    "chat": chat(tools=[CHAT_TOOL]),
-    "chat, auto": chat(tools=[CHAT_TOOL], tool_choice="auto"),
-    "response": response(tools=[RESPONSE_TOOL]),
-    "message, auto": chat(tools=[MESSAGE_TOOL], tool_choice={"type": "auto"}),
+TELLS, PARSES, NO_PARSER = "a parser that tells the form of calls", "a parser", "no parser"
+CALLS: dict[str, tuple[dict[str, Any], str, str | None]] = {  # and which server answers it
+    "chat, required": (chat(tools=[CHAT_TOOL], tool_choice="required"), "got 'required'", TELLS),
+    "chat, named": (chat(tools=[CHAT_TOOL], tool_choice=NAMED_CHAT), "got .*look_up", TELLS),
+    "message, any": (chat(tools=[MESSAGE_TOOL], tool_choice={"type": "any"}), "got .*any", TELLS),
+    "chat": (chat(tools=[CHAT_TOOL]), ENABLE, PARSES),
+    "chat, auto": (chat(tools=[CHAT_TOOL], tool_choice="auto"), ENABLE, PARSES),
+    "response": (response(tools=[RESPONSE_TOOL]), ENABLE, PARSES),
+    "message, auto": (chat(tools=[MESSAGE_TOOL], tool_choice={"type": "auto"}), ENABLE, PARSES),
+    "chat by beams": (chat(use_beam_search=True), "set n", None),
 }
 SCHEMA = {"type": "object", "properties": {"window_rule": {}, "diffusion_max_steps": {}}}
 ADMITTED = {
@@ -86,28 +86,19 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def check(body: dict[str, Any], parses: bool = False, forces: bool = False) -> None:
-    check_request_body(body, parses_tool_calls=parses, forces_tool_calls=forces)
+def check(body: dict[str, Any], server: str = NO_PARSER) -> None:
+    check_request_body(body, parses_tool_calls=server == PARSES, forces_tool_calls=server == TELLS)
 
 
-@pytest.mark.parametrize("parses_tool_calls", [False, True], ids=["no parser", "parser"])
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, parses_tool_calls: bool) -> None:
-    body, message = REFUSED[case]
+@pytest.mark.parametrize("server", [NO_PARSER, PARSES, TELLS])
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_need_a_parser_that_reads_or_tells_them(case: str, server: str) -> None:
+    body, message, served_by = CALLS[case]
+    if server == served_by:
+        check(body, server)
+        return
     with pytest.raises(VLLMValidationError, match=message):
-        check(body, parses_tool_calls)
-
-
-@pytest.mark.parametrize("case", [case for case in REFUSED if "beams" not in case])
-def test_calls_that_must_come_need_a_parser_that_tells_their_form(case: str) -> None:
-    check(REFUSED[case][0], forces=True)
-
-
-@pytest.mark.parametrize("case", NEEDS_A_PARSER)
-def test_calls_need_somebody_who_looks_for_them(case: str) -> None:
-    check(NEEDS_A_PARSER[case], parses=True)
-    with pytest.raises(VLLMValidationError, match="--enable-auto-tool-choice"):
-        check(NEEDS_A_PARSER[case], forces=True)
+        check(body, server)
 
 
 @pytest.mark.parametrize("case", ADMITTED)

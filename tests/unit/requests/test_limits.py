@@ -6,7 +6,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
+from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.limits import check_request_limits, check_token_limits
 from vllm_dllm.requests.options import RequestOptions
 
@@ -38,20 +38,25 @@ def of(words: list[list[int]] | None = None, prompt: int = 9, **params: Any) -> 
 CHECKED = {
     "n": (of(n=4), of(n=5), "at most 4 answers .* got 5"),
     "bad_words": (of(bad_words=list("abcde")), of(bad_words=list("abcdef")), "got 6"),
-    "tokens of bad_words": (of([[1, 2], [3, 4, 5]]), of([[1, 2], [3, 4, 5, 6]]), "got 6"),
+    "bad_words, in tokens": (of([[1, 2], [3, 4, 5]]), of([[1, 2], [3, 4, 5, 6]]), "got 6"),
     "logit_bias": (
         of(logit_bias=dict.fromkeys(range(3), 1.0)),
         of(logit_bias=dict.fromkeys(range(4), 1.0)),
         "got 4",
     ),
     "canvas_length": (of(canvas_length=8), of(canvas_length=7), "at least 8 .* got 7"),
+    "canvas_length, unless there is but one": (
+        of(canvas_length=1, read_only=True),
+        of(canvas_length=1),
+        "got 1",
+    ),
     "prediction": (of(prediction=[1] * 6), of(prediction=[1] * 7), "at most 6 tokens .* got 7"),
     "prompt_logprobs": (
         of(prompt_logprobs=2, prompt=20),
         of(prompt_logprobs=2, prompt=21),
         "at most 60 log-probabilities .* got 63",
     ),
-    "prompt_logprobs of the vocabulary": (
+    "prompt_logprobs, of the vocabulary": (
         of(prompt=21),
         of(prompt_logprobs=-1, prompt=1),
         f"got {VOCABULARY}",
@@ -65,23 +70,6 @@ def test_limits(name: str) -> None:
     served(LIMITS)
     with pytest.raises(VLLMValidationError, match=complaint) as refusal:
         refused(LIMITS)
-    setting = "bad_words" if name == "tokens of bad_words" else name.split()[0]
+    setting = name.partition(",")[0]
     assert f"limits.{setting}" in str(refusal.value)
     refused(LIMITS | {setting: 1 if setting == "canvas_length" else 10**6})
-
-
-@pytest.mark.parametrize(
-    ("section", "complaint"),
-    [
-        ({"n": 0}, "limits.n must be an integer >= 1 and <= .*, got 0"),
-        ({"steps": 3}, "limits.steps is not known. Known are: limits.bad_words, "),
-        ([], "limits must be an object"),
-    ],
-)
-def test_unusable_settings(section: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        ExtensionConfig.from_additional_config({"vllm_dllm": {"limits": section}})
-
-
-def test_one_canvas_may_be_narrow() -> None:
-    of(canvas_length=1, read_only=True)(LIMITS)

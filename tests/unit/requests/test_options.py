@@ -17,32 +17,22 @@ from vllm_dllm.requests.options import (
 )
 
 
-def width(max_tokens: int | None, **extra: Any) -> int | None:
-    changes = RequestOptions(**extra).narrowing(max_tokens, canvas_length=256)
-    return changes.get("canvas_length", extra.get("canvas_length"))
+@pytest.mark.parametrize(
+    ("max_tokens", "width"),
+    [(1, 16), (16, 16), (17, 32), (240, 240), (241, None), (256, None), (1000, None)],
+)
+def test_canvases_are_no_wider_than_the_tokens_they_are_for(
+    max_tokens: int, width: int | None
+) -> None:
+    narrow = {} if width is None else {"canvas_length": width}
+    found = RequestOptions(max_steps=3).narrowing(max_tokens, canvas_length=256)
+    assert found == {**narrow, "fits_canvases": True}
 
 
-def test_a_canvas_is_no_wider_than_the_tokens_it_is_for() -> None:
-    assert (width(1), width(16), width(17), width(20)) == (16, 16, 32, 32)
-    assert width(240) == 240
-    assert (width(241), width(256), width(1000), width(None)) == (None,) * 4
-
-
-def test_a_canvas_that_is_given_keeps_its_width() -> None:
-    assert width(20, canvas_length=200) == 200
-    assert width(20, seed_canvas=[1] * 256) is None
-    assert width(20, read_only=1) is None
-    assert width(20, max_steps=3) == 32
-
-
-def test_later_canvases_are_fitted_unless_the_request_says_how_wide_they_are() -> None:
-    def fits(**extra: Any) -> bool:
-        return RequestOptions(**extra).narrowing(257, canvas_length=256).get("fits_canvases", False)
-
-    assert fits() and fits(max_steps=3)
-    assert not fits(canvas_length=256)
-    assert not fits(seed_canvas=[1] * 256)
-    assert not fits(read_only=1)
+def test_a_request_that_says_how_wide_a_canvas_is_keeps_its_width() -> None:
+    for chosen in ({"canvas_length": 200}, {"seed_canvas": [1] * 256}, {"read_only": 1}):
+        assert RequestOptions(**chosen).narrowing(20, canvas_length=256) == {}
+    assert RequestOptions().narrowing(None, canvas_length=256) == {}
 
 
 def test_what_is_carried_is_read_again() -> None:
@@ -62,22 +52,50 @@ def test_what_is_carried_is_read_again() -> None:
     assert params.extra_args["diffusion_canvas_length"] == 16
 
 
+def ours(**settings: Any) -> dict[str, Any]:
+    return {"vllm_dllm": settings}
+
+
+def defaults(**keys: Any) -> dict[str, Any]:
+    return ours(defaults={f"diffusion_{key}": value for key, value in keys.items()})
+
+
 @pytest.mark.parametrize(
-    ("defaults", "message"),
+    ("config", "message"),
     [
-        ({"diffusion_acceptance": "luck"}, "must be one of"),
-        ({"acceptance": "top_k"}, "acceptance is not known. Did you mean diffusion_acceptance?"),
-        ({"diffusion_seed_canvas": [1]}, "diffusion_seed_canvas is not known"),
-        ({"diffusion_stream_canvases": True}, "diffusion_stream_canvases is not known"),
-        ({"diffusion_max_steps": 0}, "diffusion_max_steps must be an integer >= 1 and"),
-        ({"diffusion_acceptance": "in_order"}, "'in_order' is not for this model"),
-        ({"diffusion_t_min": 0.4}, "come together"),
+        (defaults(acceptance="luck"), "must be one of"),
+        (defaults(seed_canvas=[1]), "diffusion_seed_canvas is not known"),
+        (defaults(stream_canvases=True), "diffusion_stream_canvases is not known"),
+        (defaults(max_steps=0), "diffusion_max_steps must be an integer >= 1 and"),
+        (defaults(acceptance="in_order"), "'in_order' is not for this model"),
+        (defaults(t_min=0.4), "come together"),
+        (ours(defaults={"acceptance": "x"}), r"not known. Did you mean diffusion_acceptance\?"),
+        (ours(defaults="confidence"), "defaults must be an object, got 'confidence'"),
+        ({"window_rule": "symmetric"}, "window_rule in --additional-config belongs under vllm_dll"),
+        ({"vllm_dlm": {}}, r"in --additional-config is not known. Did you mean vllm_dllm\?"),
+        ({"Vllm-Dllm": {}}, r"Did you mean vllm_dllm\?"),
+        ({"windowrule": 1}, r"Did you mean window_rule\?"),
+        ({"vllm_dllm": []}, "settings must be an object with the keys .* got "),
+        (ours(window_rul=1), r"window_rul is not known. Did you mean window_rule\?"),
+        (ours(limits={"n": 0}), "limits.n must be an integer >= 1 and <= .*, got 0"),
+        (ours(limits={"steps": 3}), "steps is not known. Known are: limits.bad_words, "),
+        (ours(limits=[]), "limits must be an object"),
+        (ours(fit_canvas=1), "fit_canvas must be true or false, got 1"),
+        (ours(sampling_memory_mib=0), "sampling_memory_mib must be an integer >= 1 .*, got 0"),
+        (ours(self_conditioning_tolerance=1.0), "must be a number >= 0 and < 1, got 1.0"),
+        (ours(self_conditioning_tolerance="0"), "must be a number >= 0 and < 1, got '0'"),
+        (ours(self_conditioning_top_k=True), "top_k must be an integer >= 1 .*, got True"),
+        (
+            ours(self_conditioning_tolerance=0.1, self_conditioning_top_k=9),
+            "exclude each other",
+        ),
     ],
 )
-def test_unusable_defaults(defaults: dict[str, Any], message: str) -> None:
-    config = ExtensionConfig.from_additional_config({"vllm_dllm": {"defaults": defaults}})
-    with pytest.raises(ValueError, match=message):
-        server_defaults(config.defaults, None)
+def test_unusable_settings(config: dict[str, Any], message: str) -> None:
+    """Nothing that is misspelt is ignored."""
+    with pytest.raises(ValueError, match=message) as refusal:
+        server_defaults(ExtensionConfig.from_additional_config(config).defaults, None)
+    assert "\n" not in str(refusal.value)
 
 
 def test_defaults_of_masked_models() -> None:
@@ -109,40 +127,6 @@ def test_a_predicted_answer_is_judged_alone() -> None:
     assert RequestOptions(judge_answer_only=True).judges_answer_only
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"window_rule": "symmetric"}, "window_rule in --additional-config belongs under vllm_dll"),
-        ({"vllm_dlm": {}}, "vllm_dlm in --additional-config is not known. Did you mean vllm_dllm?"),
-        ({"Vllm-Dllm": {}}, "Did you mean vllm_dllm?"),
-        ({"windowrule": 1}, "Did you mean window_rule?"),
-        ({"vllm_dllm": {"window_rul": 1}}, "window_rul is not known. Did you mean window_rule?"),
-        ({"vllm_dllm": []}, "settings must be an object with the keys .* got "),
-    ],
-)
-def test_nothing_misspelt_is_ignored(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("?", r"\?")) as refusal:
-        ExtensionConfig.from_additional_config(config)
-    assert "\n" not in str(refusal.value)
-
-
 def test_settings_of_others_are_left_alone() -> None:
     others = {"torchair_graph_config": {"enabled": True}, "expert_map_path": "here"}
     assert ExtensionConfig.from_additional_config(others) == ExtensionConfig()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fit_canvas": 1}, "fit_canvas must be true or false, got 1"),
-        ({"defaults": "confidence"}, "defaults must be an object, got 'confidence'"),
-        ({"sampling_memory_mib": 0}, "sampling_memory_mib must be an integer >= 1 .*, got 0"),
-        ({"self_conditioning_tolerance": 1.0}, r"must be a number >= 0 and < 1, got 1.0"),
-        ({"self_conditioning_tolerance": "0"}, r"must be a number >= 0 and < 1, got '0'"),
-        ({"self_conditioning_top_k": True}, "top_k must be an integer >= 1 .*, got True"),
-        ({"self_conditioning_tolerance": 0.1, "self_conditioning_top_k": 9}, "exclude each other"),
-    ],
-)
-def test_settings_of_the_sampler_are_checked(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ExtensionConfig.from_additional_config({"vllm_dllm": settings})

@@ -58,15 +58,23 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["", CALLED],
         [f"{CALLED}\n{CALLED}"],
     ),
+    "the older form": (
+        {"structures": [{**CALL, "schema": SCHEMAS["person"]}], "triggers": ["<tool_call>"]},
+        ["text", f"a {CALLED} b"],
+        ["<tool_call>text"],
+    ),
 }
+
+
+def lark_of(node: dict[str, Any]) -> str:
+    is_whole = "structures" in node
+    return structural_tag_to_lark(node if is_whole else {"type": "structural_tag", "format": node})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_formats(name: str) -> None:
     node, accepted, rejected = CASES[name]
-    grammar = grammar_from(
-        "grammar", structural_tag_to_lark({"type": "structural_tag", "format": node})
-    )
+    grammar = grammar_from("grammar", lark_of(node))
 
     def is_accepted(text: str) -> bool:
         state, tokens = start(grammar), tokenizer().tokenize_str(text)
@@ -74,16 +82,6 @@ def test_formats(name: str) -> None:
 
     assert [text for text in accepted if not is_accepted(text)] == []
     assert [text for text in rejected if is_accepted(text)] == []
-
-
-def test_the_older_form() -> None:
-    structure = {"begin": "<call>", "schema": SCHEMAS["person"], "end": "</call>"}
-    tag = {"structures": [structure], "triggers": ["<call>"]}
-    state = start(grammar_from("grammar", structural_tag_to_lark(tag)))
-    tokens = tokenizer().tokenize_str('a <call>{"name": "Uma", "age": 7}</call> b')
-    assert state.consume_tokens(tokens) == len(tokens) and state.is_complete()
-    with pytest.raises(ValueError, match="structures must not be empty"):
-        structural_tag_to_lark({"structures": [], "triggers": ["<call>"]})
 
 
 @pytest.mark.parametrize(
@@ -101,9 +99,10 @@ def test_the_older_form() -> None:
         ({**CALL, "begin": {"type": "token", "token": 3}}, "format.begin must be text"),
         ({**CALL, "end": 7}, "format.end must be text, or a list of texts, got 7"),
         ({**TRIGGERED, "triggers": ["<x>"]}, r"format.tags\[0\].begin must start with one of"),
+        ({"structures": [], "triggers": ["<c>"]}, "structures must not be empty"),
         ({**TRIGGERED, "excludes": ["a"]}, r"format.excludes is not supported, got \['a'\]"),
     ],
 )
 def test_what_is_not_known_is_named(node: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        structural_tag_to_lark({"format": node})
+        lark_of(node)

@@ -1,8 +1,7 @@
 """Structured outputs are admitted if there is an answer of that form, and it fits."""
 
 import json
-import shutil
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,18 +11,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.canvases import SCHEMAS
-from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
+from tests.unit.grammar.canvases import ENDLESS, SCHEMAS
+from tests.unit.grammar.special_tokens import THOUGHT_ENDS
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.requests import structured_outputs
 from vllm_dllm.requests.structured_outputs import check_structured_outputs
 
 MAX_MODEL_LEN = 512
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(CHECKPOINTS / "diffusiongemma-tiny")
 
 
 def check(
@@ -47,19 +41,14 @@ def of(**wanted: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**wanted)
 
 
+PERSON = of(json=SCHEMAS["person"])
 TAG = {"structures": [{"begin": "<c>", "schema": {}, "end": "</c>"}], "triggers": ["<c>"]}
-ENDLESS = {
-    "$ref": "#/$defs/a",
-    "$defs": {
-        "a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
-    },
-}
 
 
 @pytest.mark.parametrize(
     "wanted",
     [
-        of(json=SCHEMAS["person"]),
+        PERSON,
         of(json=json.dumps(SCHEMAS["tree"])),
         of(json_object=True),
         of(regex="[a-z]+"),
@@ -127,8 +116,7 @@ def test_patterns_are_mended(tokenizer: Any) -> None:
     found = check(tokenizer, wanted).structured_outputs
     assert found is not None and found.json == mend_patterns(schema) != schema
     assert found.disable_additional_properties
-    plain = of(json=SCHEMAS["person"])
-    assert check(tokenizer, plain).structured_outputs is plain
+    assert check(tokenizer, PERSON).structured_outputs is PERSON
 
 
 def test_what_no_search_finds_is_admitted(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,61 +126,61 @@ def test_what_no_search_finds_is_admitted(tokenizer: Any, monkeypatch: pytest.Mo
     check(tokenizer, of(regex="[a-z]+ [0-9]+"), max_tokens=1)
 
 
-def test_too_few_tokens(tokenizer: Any) -> None:
-    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=8)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
-        check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=7)
-    check(tokenizer, of(json=SCHEMAS["person"]), max_tokens=None)
+TOO_FEW = r"max_tokens must be at least 8 .* got 7"
+WITHOUT_EXCLUDED = "without the tokens that the request excludes"
 
 
-def test_min_tokens(tokenizer: Any) -> None:
-    """An answer that can be longer must be; one that cannot needs no more tokens than it has."""
-    check(tokenizer, of(regex="[a-z]+"), min_tokens=20, max_tokens=20)
-    check(tokenizer, of(choice=["a", "b"]), min_tokens=2, max_tokens=2)
-    check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=8, max_tokens=8)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
-        check(tokenizer, of(json=SCHEMAS["person"]), min_tokens=7, max_tokens=7)
+@pytest.mark.parametrize(
+    ("wanted", "options", "complaint"),
+    [
+        (PERSON, {"max_tokens": 8}, None),
+        (PERSON, {"max_tokens": None}, None),
+        (PERSON, {"max_tokens": 7}, TOO_FEW),
+        (PERSON, {"min_tokens": 8, "max_tokens": 8}, None),
+        (PERSON, {"min_tokens": 7, "max_tokens": 7}, TOO_FEW),
+        # An answer that can be longer must be; one that cannot needs no more tokens than it has.
+        (of(regex="[a-z]+"), {"min_tokens": 20, "max_tokens": 20}, None),
+        (of(choice=["a", "b"]), {"min_tokens": 2, "max_tokens": 2}, None),
+        (
+            of(regex="a([0-9]{9})?"),
+            {"min_tokens": 3, "max_tokens": 5},
+            "must be at least 10 .* got 5",
+        ),
+        (PERSON, {"allowed_token_ids": [*range(1, 512)]}, None),
+        (PERSON, {"allowed_token_ids": [*range(2, 512)]}, "every token that ends an answer, such"),
+        (PERSON, {"allowed_token_ids": [1, 100, 101]}, WITHOUT_EXCLUDED),
+        (PERSON, {"logprobs": 2, "logprob_token_ids": [1, 100]}, WITHOUT_EXCLUDED),
+    ],
+)
+def test_the_tokens_that_an_answer_has(
+    tokenizer: Any, wanted: StructuredOutputsParams, options: Any, complaint: str | None
+) -> None:
+    with pytest.raises(VLLMValidationError, match=complaint) if complaint else nullcontext():
+        check(tokenizer, wanted, **options)
 
 
-def test_what_is_excluded(tokenizer: Any) -> None:
-    person = of(json=SCHEMAS["person"])
-    check(tokenizer, person, allowed_token_ids=list(range(1, 512)))
-    with pytest.raises(VLLMValidationError, match="every token that ends an answer, such as 1"):
-        check(tokenizer, person, allowed_token_ids=list(range(2, 512)))
-    with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
-        check(tokenizer, person, allowed_token_ids=[1, 100, 101])
-    with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
-        check(tokenizer, person, logprobs=2, logprob_token_ids=[1, 100])
-
-
-def test_reasoning_takes_a_token_at_least(tmp_path: Path) -> None:
-    shutil.copytree(CHECKPOINTS / "diffusiongemma-tiny", tmp_path, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(add_tokens(tmp_path))
-    person = of(json=SCHEMAS["person"])
+def test_reasoning_takes_a_token_at_least(tokenizer: Any) -> None:
     for parser in ("gemma4", "deepseek_r1"):
         config = StructuredOutputsConfig(reasoning_parser=parser)
-        check(tokenizer, person, config, max_tokens=9)
-        with pytest.raises(
-            VLLMValidationError, match=r"at least 9 .* and the end of reasoning, got 8"
-        ):
-            check(tokenizer, person, config, max_tokens=8)
-    with pytest.raises(VLLMValidationError, match="without the tokens that the request excludes"):
-        check(tokenizer, person, config, allowed_token_ids=list(range(1, THOUGHT_ENDS)))
+        check(tokenizer, PERSON, config, max_tokens=9)
+        with pytest.raises(VLLMValidationError, match=r"at least 9 .* end of reasoning, got 8"):
+            check(tokenizer, PERSON, config, max_tokens=8)
+    with pytest.raises(VLLMValidationError, match=WITHOUT_EXCLUDED):
+        check(tokenizer, PERSON, config, allowed_token_ids=list(range(1, THOUGHT_ENDS)))
 
 
 WITHOUT_CHANNELS = "needs a tokenizer with the tokens|one token.*--reasoning-parser gemma4"
 
 
 def test_other_settings(tokenizer: Any) -> None:
-    person = of(json=SCHEMAS["person"])
     with pytest.raises(VLLMValidationError, match=r"need the backend 'guidance'.*'xgrammar'"):
-        check(tokenizer, person, StructuredOutputsConfig(backend="xgrammar"))
+        check(tokenizer, PERSON, StructuredOutputsConfig(backend="xgrammar"))
     thinking = StructuredOutputsConfig(reasoning_parser="gemma4")
-    # Of whose tokens the tokenizer has none. Where the extension's parser has taken the name, a
-    # server would not have started.
+    # Where the extension's parser has taken the name, a server would not have started.
+    plain = AutoTokenizer.from_pretrained(CHECKPOINTS / "diffusiongemma-tiny")
     with pytest.raises((VLLMValidationError, RuntimeError), match=WITHOUT_CHANNELS):
-        check(tokenizer, person, thinking)
+        check(plain, PERSON, thinking)
     everywhere = StructuredOutputsConfig(reasoning_parser="gemma4", enable_in_reasoning=True)
-    check(tokenizer, person, everywhere)
+    check(plain, PERSON, everywhere)
     with pytest.raises(VLLMValidationError, match="need a tokenizer"):
-        check(None, person)
+        check(None, PERSON)

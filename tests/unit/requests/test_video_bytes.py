@@ -94,15 +94,8 @@ def test_refused(name: str) -> None:
     assert complaint in refusal("video", url)
 
 
-def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
-    """What says where its frames are comes at its end."""
-    data = write_video(tmp_path / "a.mp4", grey_frames(40))
-    assert "cannot be read" in refusal("video", mp4(data[: len(data) // 2]))
-
-
-def test_frames_that_cannot_be_read(tmp_path: Path) -> None:
+def test_frames_that_cannot_be_read() -> None:
     """One may be missing: a header may count one that is none. The rest is seen as it is."""
-    data = write_video(tmp_path / "a.mkv", grey_frames(10))
 
     class Capture:
         """Of OpenCV, which reads `good` frames of the ten."""
@@ -125,7 +118,6 @@ def test_frames_that_cannot_be_read(tmp_path: Path) -> None:
     for good in (0, 8):
         with pytest.raises(VLLMValidationError, match=f"10 frames of it .* and {good} can be"):
             EvenFramesBackend.read_frames(Capture(good), wanted, 10)
-    assert len(read("video", data_url(data, "video/x-matroska"))[0]) == 10
 
 
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
@@ -169,9 +161,5 @@ def test_arrays_of_more_frames_are_thinned_out() -> None:
 
 
 def test_timestamps() -> None:
-    assert [format_timestamp(s) for s in (0, 59.99, 60, 3725.5)] == [
-        "00:00",
-        "00:59",
-        "01:00",
-        "62:05",
-    ]
+    found = [format_timestamp(seconds) for seconds in (0, 59.99, 60, 3725.5)]
+    assert found == ["00:00", "00:59", "01:00", "62:05"]

@@ -39,13 +39,14 @@ MIXES = {
     ],
     "images": [*TRITON_MIXES["images"], Request(0, 12)],
 }
+# Some requests of a batch, not at all of one length.
 BY_BLOCKS = {"blocks": [*TRITON_MIXES["blocks"], Request(0, 12)]}
-# Every mix with every window, every page size with both.
+# Every mix with every window, every page size with both. Masked models have no window.
 VISIBILITY = [
     pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
     for (m, mix), (w, window_left) in product(enumerate(MIXES), enumerate(WINDOWS))
     for page in [(32, 64, 128)[(m + w) % 3]]
-]
+] + [pytest.param("blocks", -1, 32, id="blocks")]
 Attend = Callable[..., torch.Tensor]
 
 
@@ -112,12 +113,6 @@ def random_batch(mix: str, block_size: int, dtype: torch.dtype) -> PagedBatch:
         block_size=block_size,
         dtype=dtype,
     )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_visibility_by_blocks(attend: Attend, dtype: str) -> None:
-    """Some requests of a batch, not at all of one length. Masked models have no window."""
-    test_visibility(attend, "blocks", -1, 32, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -39,35 +39,33 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def fp8_weights(n: int, k: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The arguments of an operation, and the matrices that they stand for: [E, n, k] float64."""
-    scale = drawn(EXPERTS, n, 1, seed=seed).abs() + 0.1
-    values = (100 * drawn(EXPERTS, n, k, seed=seed + 1)).clamp(-448, 448).to(FP8)
-    scale = scale / 100
-    return (values, scale), values.double() * scale.double()
-
-
-def int8_weights(n: int, k: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    scale = (drawn(EXPERTS, n, 1, seed=seed).abs() + 0.1) / 40
-    values = (40 * drawn(EXPERTS, n, k, seed=seed + 1)).clamp(-128, 127).to(torch.int8)
-    return (values, scale), values.double() * scale.double()
+def scaled(
+    kind: torch.dtype, size: float
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+    """Of both layers, values and scales, and the matrices they stand for: [E, n, k] float64."""
+    limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+    stored, meant = [], []
+    for n, k, seed in ((2 * INNER, HIDDEN, 0), (HIDDEN, INNER, 10)):
+        scale = (drawn(EXPERTS, n, 1, seed=seed).abs() + 0.1) / size
+        values = (size * drawn(EXPERTS, n, k, seed=seed + 1)).clamp(limits.min, limits.max).to(kind)
+        stored.append((values, scale))
+        meant.append(values.double() * scale.double())
+    return stored, meant
 
 
 def of_fp8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-    (w13, s13), up = fp8_weights(2 * INNER, HIDDEN, 0)
-    (w2, s2), down = fp8_weights(HIDDEN, INNER, 10)
-    return lambda *rows: experts.fp8_experts(*rows, w13, s13, w2, s2), [up, down]
+    (first, second), meant = scaled(FP8, 100.0)
+    return lambda *rows: experts.fp8_experts(*rows, *first, *second), meant
 
 
 def of_int8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-    (w13, s13), up = int8_weights(2 * INNER, HIDDEN, 0)
-    (w2, s2), down = int8_weights(HIDDEN, INNER, 10)
-    first, second = Int8Weights(w13, s13, dtype), Int8Weights(w2, s2, dtype)
+    stored, meant = scaled(torch.int8, 40.0)
+    first, second = (Int8Weights(*layer, dtype) for layer in stored)
 
     def run(*rows: Any) -> torch.Tensor:
         return experts.int8_experts(*rows, first.handles, second.handles, INNER)
 
-    return run, [up, down]
+    return run, meant
 
 
 def of_int4(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
