@@ -113,7 +113,7 @@ MIX: list[dict[str, Any]] = [
 ]
 COMPANY: dict[str, dict[str, Any]] = {
     "together": {},
-    "preempted": {"num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 320},
+    "preempted": {"num_gpu_blocks_override": 8, "block_size": 32, "max_model_len": 160},
     "chunked": {"max_num_batched_tokens": 40},
     "asynchronous": {"async_scheduling": True},
 }
