@@ -167,8 +167,11 @@ NOISE = 16 * U
 rounding it is off by a few U (`product`, without its deviations), so this is several times more."""
 NOISES = 2
 """Runs with noise. An answer whose margin rounding exceeds passes one with a chance of a fifth."""
-NOISES_AT_A_TIE = 8
-"""Runs with noise. At an exact tie, none of them goes a given way with a chance of 1 in 256."""
+NOISES_OF_LOGPROBS = 8
+"""Runs with noise, the largest of whose changes counts."""
+NOISES_AT_A_TIE = 32
+"""At most so many runs with noise. Near a tie, where one run in eight goes another way, none of them
+does with a chance of 1 in 70."""
 DECIDED = 0.8
 """Share of the answers of random weights that noise leaves alone, at least."""
 

@@ -97,7 +97,7 @@ def moved_by_noise(
     """By how much noise of the size of rounding errors moves the reference's log-probabilities, one
     by one, where it decides the same. A second step reads what rounding made of the first."""
     moved = [0.0] * len(expected.logprobs)
-    for seed in range(tolerances.NOISES_AT_A_TIE):
+    for seed in range(tolerances.NOISES_OF_LOGPROBS):
         with noisy_model(model, seed):
             noisy = again()
         if noisy.tokens == expected.tokens:
