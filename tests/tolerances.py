@@ -170,8 +170,8 @@ NOISES = 2
 NOISES_OF_LOGPROBS = 8
 """Runs with noise, the largest of whose changes counts."""
 NOISES_AT_A_TIE = 32
-"""At most so many runs with noise. Near a tie, where one run in eight goes another way, none of them
-does with a chance of 1 in 70."""
+"""At most so many runs with noise. Near a tie, where one run in eight goes another way, none of
+them does with a chance of 1 in 70."""
 DECIDED = 0.8
 """Share of the answers of random weights that noise leaves alone, at least."""
 
