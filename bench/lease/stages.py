@@ -9,6 +9,8 @@ KERNELS += ["tests/unit/step", "tests/unit/drafters", "tests/unit/experts"]
 PAIR = ["bench.full_shape", "--unchecked", "--rounds", "2", "--stock-most", "32"]
 SMALL = ["bench.full_shape", "--unchecked", "--rounds", "1", "--shape", "small", "--eager"]
 SMALL += ["--kv-cache-gib", "1", "--cells", "1x128"]
+ONLY_OURS = ["--systems", "vllm-dllm"]
+SMALL_FP8 = [*SMALL, "--scheme", "fp8-dynamic", *ONLY_OURS]
 ATTENTION = ["--contexts", "128", "1024", "8192", "65536", "--batches", "1", "2", "4", "8"]
 MEASURED = json.dumps({"additional_config": {"vllm_dllm": {"kernel_choice": "measured"}}})
 
@@ -52,7 +54,7 @@ STAGES = [
             "1x128 16x128 1x32768",
             *("--kv-cache-gib", "9", "--start-by", "330"),
         ),
-        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm", "--trace", "1x128"],
+        [*SMALL_FP8, "--trace", "1x128"],
         seconds=95,
         limit=230,
         early=170,
@@ -104,9 +106,9 @@ STAGES = [
             "fp8-dynamic",
             "1x128 16x128 32x128 1x32768",
             "1x128",
-            *("--systems", "vllm-dllm", "--kv-cache-gib", "9", "--start-by", "110"),
+            *(*ONLY_OURS, "--kv-cache-gib", "9", "--start-by", "110"),
         ),
-        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm"],
+        SMALL_FP8,
         seconds=80,
         limit=130,
         needs=["dsl"],
@@ -135,9 +137,9 @@ MORE = [  # that run if they are asked for by name
             "fp8-dynamic",
             "1x128 8x128 16x128 32x128 1x1024 1x8192 1x32768",
             "1x128 16x128 1x1024",
-            *("--systems", "vllm-dllm", "--kv-cache-gib", "9", "--start-by", "250"),
+            *(*ONLY_OURS, "--kv-cache-gib", "9", "--start-by", "250"),
         ),
-        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm"],
+        SMALL_FP8,
         seconds=45,
         limit=100,
         early=150,
@@ -150,9 +152,9 @@ MORE = [  # that run if they are asked for by name
             "nvfp4",
             "1x128 8x128",
             "1x128",
-            *("--systems", "vllm-dllm", "--kv-cache-gib", "4", "--start-by", "250"),
+            *(*ONLY_OURS, "--kv-cache-gib", "4", "--start-by", "250"),
         ),
-        [*SMALL, "--scheme", "nvfp4", "--systems", "vllm-dllm"],
+        [*SMALL, "--scheme", "nvfp4", *ONLY_OURS],
         seconds=15,
         limit=60,
         early=150,
@@ -165,10 +167,10 @@ MORE = [  # that run if they are asked for by name
             "fp8-dynamic",
             "1x128 8x128 16x128 32x128 1x1024 1x8192 1x32768",
             "1x128 16x128",
-            *("--systems", "vllm-dllm", "--kv-cache-gib", "9", "--start-by", "170"),
+            *(*ONLY_OURS, "--kv-cache-gib", "9", "--start-by", "170"),
             *("--options", MEASURED),
         ),
-        [*SMALL, "--scheme", "fp8-dynamic", "--systems", "vllm-dllm", "--options", MEASURED],
+        [*SMALL_FP8, "--options", MEASURED],
         seconds=110,
         limit=190,
         needs=["dsl"],

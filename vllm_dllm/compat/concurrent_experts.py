@@ -134,7 +134,6 @@ class _Beside:
         """Returns `run`, the experts for states [T, H] and logits [T, E], which runs on the second
         stream if its result is awaited. `project`: makes logits of the router's rows [T, H]; what
         it returns comes first in a tuple."""
-
         self._wraps_experts = True
 
         def beside(states: torch.Tensor, routing: torch.Tensor, *inputs: Any) -> torch.Tensor:
