@@ -41,7 +41,7 @@ KINDS = (  # in this order: what a kernel's name has, and the kind of work
     (("get_group_gemm", "gemma4_routing", "count_and_sort"), "experts: around"),
     (("scaled_fp8_quant", "_quantise_rows"), "quantising activations"),
     (("nvjet", "splitKreduce", "marlin"), "dense products"),
-    (("act_and_mul", "_activate_and_quantise"), "activation"),
+    (("act_and_mul",), "activation"),
     (("triton_",), "compiled elementwise, norms"),
     (("at::native", "at_cuda", "Memcpy", "Memset", "memset", "memcpy"), "torch small operations"),
 )

@@ -11,8 +11,8 @@ from vllm_dllm.denoise import draws_triton as draws
 from vllm_dllm.denoise import expected_embedding_triton as embedding
 from vllm_dllm.denoise import vocab_stream_triton as vocabulary
 from vllm_dllm.denoise.vocab_stream import BLOCK
-from vllm_dllm.experts import activation_triton
-from vllm_dllm.experts import few_rows_triton as experts
+from vllm_dllm.experts import mixture_triton as experts
+from vllm_dllm.experts import quantise_triton
 from vllm_dllm.step.uniform import condition_triton, settle_triton
 
 FP8 = "fp8e4nv"
@@ -182,21 +182,20 @@ def _condition(kernel: Any, **constants: int) -> Case:
 
 EXPERTS = {
     **dict.fromkeys(("states", "weight", "inner", "rows", "output"), "bf16"),
-    **dict.fromkeys(("state_scale", "weight_scale", "weights", "maxima"), "fp32"),
+    **dict.fromkeys(("state_scale", "inner_scale", "weight_scale", "weights"), "fp32"),
     **dict.fromkeys(("block_rows", "block_experts", "num_sorted"), "i32"),
 }
 WIDTHS = {"K": 2816, "N": 704}
 
 
 def _experts() -> Iterator[tuple[str, Case]]:
-    """A canvas' 2,048 rows in blocks of 32, and those of eight canvases in blocks of 128."""
-    for dtype in ("bf16", FP8):
-        for size in (32, 128):
+    """A canvas' 2,048 rows in blocks of 32, and those of eight canvases and more."""
+    for dtype, sizes in (("bf16", (32,)), (FP8, (32, 128, 144))):
+        for size in sizes:
             name = f"{'fp8' if dtype == FP8 else dtype}, {size} rows"
             yield f"experts, gate_up, {name}", gate_up(dtype, size)
             yield f"experts, down, {name}", down(dtype, size)
     yield "experts, quantise", quantise()
-    yield "experts, activate and quantise", activate()
     yield (
         "experts, sum",
         Case(experts._sum_kernel, EXPERTS, {"K": 2816, "TOP_K": 8, "BLOCK": experts._SUMMED}),
@@ -205,18 +204,9 @@ def _experts() -> Iterator[tuple[str, Case]]:
 
 def quantise() -> Case:
     return Case(
-        activation_triton._quantise_rows_kernel,
+        quantise_triton._quantise_rows_kernel,
         {"rows": "bf16", "quantised": FP8, "scale": "fp32"},
         {"K": WIDTHS["K"], "BLOCK": LANES},
-        options={"num_warps": 4},
-    )
-
-
-def activate() -> Case:
-    return Case(
-        activation_triton._activate_and_quantise_kernel,
-        {"products": "bf16", "quantised": FP8, "scale": "fp32"},
-        {"N": WIDTHS["N"], "BLOCK": 1024, "IS_GELU": True},
         options={"num_warps": 4},
     )
 
@@ -229,9 +219,8 @@ def gate_up(dtype: str, size: int) -> Case:
 
 
 def down(dtype: str, size: int) -> Case:
-    tiles = experts.choose_tiles(size)
-    own = {"PARTS": WIDTHS["N"] // tiles.gate_up.channels}
-    return _product(experts._down_kernel, dtype, size, tiles.down, own, tiles.down.channels)
+    tile = experts.choose_tiles(size).down
+    return _product(experts._down_kernel, dtype, size, tile, {}, tile.channels)
 
 
 def _product(
@@ -240,15 +229,17 @@ def _product(
     is_fp8 = dtype == FP8
     depth = tile.depth_bytes // (1 if is_fp8 else 2)
     constants: dict[str, object] = {**own, **WIDTHS, "CHANNELS": tile.channels}
-    constants |= {"TOKENS": size, "DEPTH": depth, "IS_FP8": is_fp8}
-    pointers = EXPERTS | dict.fromkeys(("states", "weight"), dtype)
+    main = 1 << size.bit_length() - 1
+    constants |= {"MAIN": main, "REST": size - main, "DEPTH": depth, "STAGES": tile.stages}
+    read = "inner" if kernel is experts._down_kernel else "states"
+    pointers = EXPERTS | dict.fromkeys((read, "weight"), dtype)
     if not is_fp8:
-        constants |= dict.fromkeys(("state_scale", "weight_scale"))
+        constants |= dict.fromkeys(("state_scale", "inner_scale", "weight_scale"))
     return Case(
         kernel,
         pointers,
         {name: value for name, value in constants.items() if name in kernel.arg_names},
-        options={"num_stages": tile.stages, "num_warps": tile.num_warps},
+        options={"num_warps": tile.num_warps},
         multiplies=True,
         loads_ahead=True,
         loop_flops=2 * channels * size * depth,

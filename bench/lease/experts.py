@@ -19,9 +19,9 @@ import torch
 
 from attention_kernels.interpreter import interpret_kernels
 from bench.lease.timing import error, timed_ms
-from vllm_dllm.experts import definition, few_rows_triton
-from vllm_dllm.experts.activation_triton import activate_and_quantise, quantise_rows
+from vllm_dllm.experts import definition, mixture_triton, quantise_triton
 from vllm_dllm.experts.definition import FP8, Assignment, Experts
+from vllm_dllm.experts.quantise_triton import quantise_rows
 
 ACTIVATION = "gelu_tanh"
 Run = Callable[[], torch.Tensor]
@@ -116,18 +116,17 @@ def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     quantise: Callable[[torch.Tensor], Any] = definition.quantise
     dtype = torch.float32
     if device == "cpu":
-        interpret_kernels(few_rows_triton)
+        interpret_kernels(mixture_triton)
+        interpret_kernels(quantise_triton)
     else:
-        from vllm import _custom_ops as ops
         from vllm.model_executor.layers.fused_moe import moe_align_block_size as align
 
         assign = align.moe_align_block_size
-        quantise = partial(ops.scaled_fp8_quant, use_per_token_if_dynamic=True)
+        quantise = quantise_rows
         dtype = problem.states.dtype
 
     num_experts, hidden, width = problem.down.shape
-    size = few_rows_triton.block_size(problem.tokens, problem.top_k, num_experts)
-    size = size or few_rows_triton.SIZES[-1]
+    size = mixture_triton.block_size(problem.tokens, problem.top_k, num_experts)
     states, scores = problem.states.to(dtype), problem.weights
     weights = [each.to(FP8 if is_fp8 else dtype) for each in (problem.gate_up, problem.down)]
     scales = [
@@ -139,7 +138,7 @@ def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     def run() -> torch.Tensor:
         given, state_scale = quantise(states) if is_fp8 else (states, None)
         assignment = Assignment(*assign(problem.ids, size, num_experts))
-        few_rows_triton.mix_experts(
+        mixture_triton.mix_experts(
             given, state_scale, Experts(*weights, *scales), scores, assignment, size,
             ACTIVATION, inner, rows, output,
         )  # fmt: skip
@@ -223,33 +222,6 @@ def cutlass_products(problem: Problem) -> tuple[Run, Callable[[], float]]:
     return run, off
 
 
-def between_products(problem: Problem, is_ours: bool) -> tuple[Run, Callable[[], float]]:
-    """Activation and quantisation of FP8 experts, in one launch of ours or in two of vLLM's."""
-    from vllm import _custom_ops as ops
-
-    width, rows = problem.down.shape[2], problem.ids.numel()
-    products = torch.randn(rows, 2 * width, device=problem.ids.device, dtype=torch.bfloat16)
-    inner = products.new_empty(rows, width)
-    quantised = torch.empty_like(inner, dtype=FP8)
-    scale = torch.empty(rows, 1, device=products.device)
-
-    def run() -> torch.Tensor:
-        nonlocal quantised, scale
-        if is_ours:
-            activate_and_quantise(products, quantised, scale, ACTIVATION)
-        else:
-            torch.ops._C.gelu_tanh_and_mul(inner, products)
-            quantised, scale = ops.scaled_fp8_quant(inner, use_per_token_if_dynamic=True)
-        return quantised
-
-    def off() -> float:
-        run()
-        gate, up = products.float().chunk(2, dim=-1)
-        return error(quantised.float() * scale, definition.ACTIVATIONS[ACTIVATION](gate) * up)
-
-    return run, off
-
-
 def quantised_rows(problem: Problem, is_ours: bool) -> tuple[Run, Callable[[], float]]:
     """Quantisation of the tokens' rows, and its error: what rounding to FP8 costs."""
     from vllm import _custom_ops as ops
@@ -277,8 +249,6 @@ def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[]
     yield "CUTLASS FP8, products, as vLLM has it", lambda: cutlass_products(problem)
     yield "quantising rows, vLLM", lambda: quantised_rows(problem, False)
     yield "quantising rows, ours", lambda: quantised_rows(problem, True)
-    yield "between the products, vLLM", lambda: between_products(problem, False)
-    yield "between the products, ours", lambda: between_products(problem, True)
     yield "Triton FP8, vLLM's tiles", lambda: triton_experts(problem, True, False)
     yield "Triton FP8, our tiles", lambda: triton_experts(problem, True, True)
     yield "Triton bf16, vLLM's tiles", lambda: triton_experts(problem, False, False)
@@ -289,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape, counts = (128, 704, 2816, 8), [256, 2048, 8192]
+    shape, counts = (128, 704, 2816, 8), [256, 512, 1024, 2048, 4096, 8192, 16384]
     if device == "cpu":
         shape, counts = (16, 64, 128, 4), [8]
         print("experts: CUTLASS, Triton's kernel and Marlin need a GPU; ours and the definition")

@@ -167,7 +167,7 @@ def try_tiles(
     vLLM looks for, the shape of what a layer makes with other tiles and by our kernel, and kernels
     compiled."""
     from vllm_dllm.compat import experts
-    from vllm_dllm.measured import few_rows
+    from vllm_dllm.measured import expert_kernels
     from vllm_dllm.measured.tiles import all_shipped_tiles
 
     engine = Engine(
@@ -181,14 +181,14 @@ def try_tiles(
     with device:
         layer = layers[0]
         states = torch.zeros(rows, layer.hidden_size, device="cuda", dtype=layer.params_dtype)
-        size = few_rows.block_size(layer, rows)
+        size = expert_kernels.block_size(layer, rows)
         before = len(device.compiled)
-        shapes = [few_rows.run_layer(layer, size, states).shape]
+        shapes = [expert_kernels.run_layer(layer, size, states).shape]
         ours = len(device.compiled) - before
         for log in (device.waits, device.forbidden):
             log.clear()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):  # as they are timed
-            few_rows.run_layer(layer, size, states)
+            expert_kernels.run_layer(layer, size, states)
             experts.run_with_tiles(layer, None, states)
         problems = [*device.waits, *device.forbidden]
         if experts.has_tunable_tiles(layer):

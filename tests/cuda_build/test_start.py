@@ -105,8 +105,7 @@ def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, nam
     assert (report.graphs > 0) == (report.replays > 0) == (case.graphs != "NONE")
     assert report.tokens == {"short": 20, "two canvases": 400, "a prompt in parts": 20}
     assert report.facts["experts beside"] == (case.host.num_gpus == 1)
-    of_h200 = {"fused_moe_kernel", "_gate_up_kernel", "_activate_and_quantise_kernel"}
-    of_h200 |= {"_quantise_rows_kernel"}
+    of_h200 = {"_gate_up_kernel", "_down_kernel", "_quantise_rows_kernel"}
     assert (of_h200 <= set(report.kernels)) == (case.host == H200)
 
 

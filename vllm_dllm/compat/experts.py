@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
-from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import override_config
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
 from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
@@ -16,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.fused_moe import (
     get_config_file_name,
     get_moe_configs,
-    invoke_fused_moe_triton_kernel,
     try_get_optimal_moe_config,
 )
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
@@ -49,56 +46,12 @@ class ExpertCall:
     output: torch.Tensor  # [T, K]
     inner: torch.Tensor  # [T * top_k, N] to work in; may share memory with `output`
     rows: torch.Tensor  # [T * top_k, K] to work in
-    products: torch.Tensor | None
-    """[T * top_k, 2 * N] to work in; may share memory with `rows`. None unless `multiply` can
-    compute both products."""
 
     def align_blocks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns what vLLM's `moe_align_block_size` returns: rows sorted by expert in blocks of
         `size`, the expert of each block, and the number of rows with padding. All are on the
         device."""
         return moe_align_block_size(self.ids, size, len(self.down))
-
-    def tiles(self) -> dict[str, Any]:
-        """Returns the tile sizes that vLLM's Triton kernel runs this call with."""
-        shapes, rows = (self.gate_up.size(), self.down.size()), len(self.states)
-        return dict(try_get_optimal_moe_config(*shapes, self.ids.shape[1], "fp8_w8a8", rows))
-
-    def multiply(
-        self,
-        rows: torch.Tensor,  # [T, K] or [T * top_k, N] e4m3
-        row_scale: torch.Tensor,  # [T or T * top_k, 1] fp32
-        part: int,  # 0: gate and up, 1: down
-        assignment: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        tiles: dict[str, Any],
-        output: torch.Tensor,  # [T * top_k, 2 * N] or [T * top_k, K]
-    ) -> None:
-        """Writes one of a layer's products in FP8 to `output`, by vLLM's Triton kernel. Results of
-        down are multiplied by the tokens' weights. `assignment`: of `align_blocks` with the tiles'
-        BLOCK_SIZE_M."""
-        top_k, is_last = self.ids.shape[1], part == 1
-        invoke_fused_moe_triton_kernel(
-            rows,
-            (self.gate_up, self.down)[part],
-            output.view(len(self.ids), top_k, -1),
-            row_scale,
-            self.scales[part],
-            self.weights if is_last else None,
-            *assignment,
-            is_last,
-            1 if is_last else top_k,
-            tiles,
-            compute_type=tl.float16 if output.dtype == torch.float16 else tl.bfloat16,
-            use_fp8_w8a8=True,
-            use_int8_w8a8=False,
-            use_int8_w8a16=False,
-            use_int4_w4a16=False,
-            per_channel_quant=True,
-        )
-
-    def sum_rows(self) -> None:
-        """Writes the sums of `rows` over each token's experts to `output`."""
-        ops.moe_sum(self.rows.view(len(self.ids), self.ids.shape[1], -1), self.output)
 
 
 def find_expert_layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
@@ -176,7 +129,6 @@ def _make_call(kernel: Any, call: Mapping[str, Any]) -> ExpertCall:
     memory."""
     config, (_, hidden, width) = kernel.quant_config, call["w2"].shape
     num_rows = call["topk_ids"].numel()
-    in_two_products = type(kernel) is TritonExperts and config.use_fp8_w8a8
 
     def room(workspace: torch.Tensor, channels: int) -> torch.Tensor:
         return workspace.flatten()[: num_rows * channels].view(num_rows, channels)
@@ -193,7 +145,6 @@ def _make_call(kernel: Any, call: Mapping[str, Any]) -> ExpertCall:
         output=call["output"],
         inner=room(call["workspace13"], width),
         rows=room(call["workspace2"], hidden),
-        products=room(call["workspace2"], 2 * width) if in_two_products else None,
     )
 
 

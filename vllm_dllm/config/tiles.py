@@ -1,11 +1,10 @@
 """How experts run steps of canvases on GPUs where that was measured, beside vLLM's own choice.
 
-A step of canvases gives each expert more rows than decoding does and fewer than a prompt. vLLM
-ships no tile sizes of its Triton kernel for the 26B model's experts; `tuned` does. Files there are
-named and written as vLLM's, which looks for them in `VLLM_TUNED_CONFIG_FOLDER` before its own
-folder. With them, this kernel is faster than the one that vLLM picks for FP8. `few_rows.json` says
-by the same names at how many rows of a step our own kernel is faster still, and in blocks of how
-many rows; 0 means vLLM's kernel.
+A step of canvases gives each expert more rows than decoding does and fewer than a prompt. By names
+of the files in which vLLM looks for tile sizes of its Triton kernel, `block_sizes.json` says at how
+many rows of a step our own kernel is faster, and in blocks of how many rows; 0 means vLLM's kernel.
+For layers that ours cannot run, `tuned` also has tile sizes that vLLM ships for no such experts.
+vLLM looks for them in `VLLM_TUNED_CONFIG_FOLDER` before its own folder.
 """
 
 import json
@@ -23,7 +22,7 @@ logger = init_logger(__name__)
 
 FOLDER = Path(__file__).parent / "tuned"
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
-FEW_ROWS = "few_rows.json"
+BLOCK_SIZES = "block_sizes.json"
 
 
 def set_tuned_config_folder(folder: Path = FOLDER) -> None:
@@ -67,7 +66,7 @@ def shipped_tiles(file: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def shipped_few_rows() -> dict[str, dict[str, int]]:
-    """Returns what `few_rows.json` says, by names of files of tile sizes."""
-    found: dict[str, dict[str, int]] = json.loads((FOLDER / FEW_ROWS).read_text())
+def shipped_block_sizes() -> dict[str, dict[str, int]]:
+    """Returns what `block_sizes.json` says, by names of files of tile sizes."""
+    found: dict[str, dict[str, int]] = json.loads((FOLDER / BLOCK_SIZES).read_text())
     return found

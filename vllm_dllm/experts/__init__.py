@@ -1,1 +1,1 @@
-"""Mixtures of experts that have few rows each: the definition, and Triton. No engine."""
+"""Mixtures of experts: the definition, and Triton. No engine."""

@@ -14,8 +14,8 @@ import torch
 
 from vllm_dllm.compat import experts
 from vllm_dllm.config import tiles
-from vllm_dllm.measured import few_rows
-from vllm_dllm.measured.few_rows import Sizes
+from vllm_dllm.measured import expert_kernels
+from vllm_dllm.measured.expert_kernels import Sizes
 from vllm_dllm.measured.stopwatch import Stopwatch, fastest
 
 Table = dict[str, dict[str, int]]
@@ -49,7 +49,10 @@ def measure_experts(
             continue
         tables[file], ours[file] = {}, {}
         for number in rows:
-            own_tiles, size = _tiles_by_name(layer, number), few_rows.block_size(layer, number)
+            own_tiles, size = (
+                _tiles_by_name(layer, number),
+                expert_kernels.block_size(layer, number),
+            )
             candidates = _candidates(layer, number, own_tiles, size)
             found = stopwatch.time_candidates(f"experts, {number:,} rows", candidates)
             if not found:
@@ -82,11 +85,11 @@ def _candidates(
     weight = layer.w2_weight
     states = torch.randn(number, layer.hidden_size, device=weight.device).to(layer.params_dtype)
     candidates: dict[str, Callable[[], torch.Tensor]] = {
-        name: partial(few_rows.run_layer, layer, 0, states, own_tiles.get(name))
+        name: partial(expert_kernels.run_layer, layer, 0, states, own_tiles.get(name))
         for name in own_tiles or (IN_USE,)
     }
     if size:
-        candidates[OURS] = partial(few_rows.run_layer, layer, size, states)
+        candidates[OURS] = partial(expert_kernels.run_layer, layer, size, states)
     return candidates
 
 

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from bench.lease.__main__ import Lease, end_session
 from bench.lease.stages import MORE, STAGES, Stage
 from tests.paths import ROOT
 from tests.processes import is_running, output_of, wait_for
-from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.experts import definition, mixture_triton
 
 MINUTES = 15 * 60
 
@@ -235,11 +234,8 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "moe_align_block_size",
         lambda **given: definition.sort_by_expert(*given.values()),
     )
-    bind(few_rows_triton, "mix_experts", lambda **_: None)
-    bind(experts, "activate_and_quantise", lambda **_: None)
+    bind(mixture_triton, "mix_experts", lambda **_: None)
     bind(experts, "quantise_rows", lambda rows: (rows, torch.ones(len(rows), 1)))
-    silence = SimpleNamespace(gelu_tanh_and_mul=lambda found, given: None)
-    monkeypatch.setattr(torch.ops, "_C", silence)
     bind(ops, "scaled_fp8_quant", lambda input, **_: (input, torch.ones(len(input), 1)))
     bind(fused_moe, "fused_experts", lambda hidden_states, **_: hidden_states)
     bind(marlin_moe, "fused_marlin_moe", lambda hidden_states, **_: hidden_states)
@@ -254,10 +250,10 @@ def test_experts_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
     for name, make in experts.candidates(problem, "cuda"):
         made = make()
         run, off = made if isinstance(made, tuple) else (made, None)
-        assert run().shape[1] == (32 if name.startswith("between") else 64)
+        assert run().shape[1] == 64
         assert (off is not None) == ("products" in name or "rows" in name)
     assert bound.count("cutlass_moe_mm") == 2 and bound.count("fused_experts") == 3
-    assert bound.count("activate_and_quantise") == bound.count("quantise_rows") == 1
+    assert bound.count("quantise_rows") == 2
     assert bound.count("fused_marlin_moe") == 1
     assert bound.count("mix_experts") == bound.count("moe_align_block_size") == 2
 

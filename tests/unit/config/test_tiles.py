@@ -60,7 +60,7 @@ def test_other_types_keep_vllm_s() -> None:
 
 def test_every_file_has_a_name_that_vllm_asks_for() -> None:
     names = {fused_moe.get_config_file_name(EXPERTS, WIDTH, dtype) for dtype in (None, "fp8_w8a8")}
-    assert set(tiles.shipped_few_rows()) == names
+    assert set(tiles.shipped_block_sizes()) == names
     assert {file.name for file in tiles.FOLDER.glob("E=*.json")} < names
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_dllm.compat import experts
 from vllm_dllm.config.tiles import FOLDER
-from vllm_dllm.measured import few_rows, tiles
+from vllm_dllm.measured import expert_kernels, tiles
 from vllm_dllm.measured.stopwatch import Stopwatch
 
 MODEL_SIZE, EXPERTS = 8, 4
@@ -35,8 +35,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(experts, "has_tunable_tiles", lambda layer: layer.has_tiles)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: layer.file)
     monkeypatch.setattr(experts, "tiles_in_use", lambda layer, rows: STOCK)
-    monkeypatch.setattr(few_rows, "block_size", lambda layer, rows: layer.sizes.get(rows, 0))
-    monkeypatch.setattr(few_rows, "run_layer", kernel.run)
+    monkeypatch.setattr(expert_kernels, "block_size", lambda layer, rows: layer.sizes.get(rows, 0))
+    monkeypatch.setattr(expert_kernels, "run_layer", kernel.run)
     return kernel
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_dllm.config import tiles
-from vllm_dllm.config.tiles import VARIABLE, shipped_few_rows
+from vllm_dllm.config.tiles import VARIABLE, shipped_block_sizes
 from vllm_dllm.measured import folder
 from vllm_dllm.step.runner import kernel_choice
 from vllm_dllm.step.runner.kernel_choice import choose_kernels
@@ -18,8 +18,8 @@ KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
 TABLES = {"E=4,N=2.json": {"256": {"BLOCK_SIZE_M": 16}}}
 OURS = {"E=4,N=2.json": {"256": 32, "2048": 0}}
-(SHIPPED_FILE, *_) = shipped_few_rows()
-USED = {**shipped_few_rows(), **OURS}
+(SHIPPED_FILE, *_) = shipped_block_sizes()
+USED = {**shipped_block_sizes(), **OURS}
 """What was not measured stays as shipped."""
 
 
@@ -62,7 +62,7 @@ class Start:
         monkeypatch.setattr(kernel_choice.attention, "measure_attention", self.attention)
         monkeypatch.setattr(kernel_choice.tiles, "measure_experts", self.tiles)
         monkeypatch.setattr(
-            kernel_choice.few_rows, "install_kernels", lambda _, ours: self.used.append(ours)
+            kernel_choice.expert_kernels, "install_kernels", lambda _, ours: self.used.append(ours)
         )
 
     def ranks(self, ranks: Ranks) -> None:
@@ -112,13 +112,14 @@ def test_what_was_not_measured_stays_as_shipped(
     found = measured, {SHIPPED_FILE: {"256": 0}, "other.json": {"256": 32}}, []
     monkeypatch.setattr(kernel_choice.tiles, "measure_experts", lambda *_: found)
     start.run()
-    expected = {SHIPPED_FILE: {"256": 0, "512": 0}, "other.json": {"256": 32, "2048": 0}}
-    assert start.used == [shipped_few_rows() | expected]
+    sizes = shipped_block_sizes()[SHIPPED_FILE] | {"256": 0}
+    expected = {SHIPPED_FILE: sizes, "other.json": {"256": 32, "2048": 0}}
+    assert start.used == [shipped_block_sizes() | expected]
     kept = json.loads((start.path / SHIPPED_FILE).read_text())
     assert kept == shipped | measured[SHIPPED_FILE] and len(kept) > 3
 
 
-@pytest.mark.parametrize(("choice", "used"), [("shipped", [shipped_few_rows()]), ("stock", [])])
+@pytest.mark.parametrize(("choice", "used"), [("shipped", [shipped_block_sizes()]), ("stock", [])])
 def test_nobody_else_measures(
     start: Start, monkeypatch: pytest.MonkeyPatch, choice: str, used: list[Any]
 ) -> None:
@@ -174,4 +175,4 @@ def test_a_disk_that_takes_nothing_ends_no_start(
     monkeypatch.setattr(folder, "write_json", full)
     start.run()
     assert start.timed and start.forgot == 0
-    assert start.used == [shipped_few_rows()], "which need no disk"
+    assert start.used == [shipped_block_sizes()], "which need no disk"

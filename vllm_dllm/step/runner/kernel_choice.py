@@ -18,8 +18,8 @@ from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.compat.experts import clear_tiles_cache
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_few_rows, shipped_tiles
-from vllm_dllm.measured import few_rows, folder, tiles
+from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_block_sizes, shipped_tiles
+from vllm_dllm.measured import expert_kernels, folder, tiles
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
 logger = init_logger(__name__)
@@ -32,7 +32,7 @@ def choose_kernels(
     vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
 ) -> None:
     """Makes layers run the kernels that `kernel_choice` asks for. "shipped": experts run ours where
-    `few_rows.json` says so, unless the user chose otherwise (`may_replace_experts`). "measured":
+    `block_sizes.json` says so, unless the user chose otherwise (`may_replace_experts`). "measured":
     the first rank times kernels, unless an earlier start stored its measurements, and all ranks use
     what it found. What it did not get to stays as shipped. "stock", and either under
     `VLLM_BATCH_INVARIANT`: nothing changes. Called when the KV cache is there and before graphs are
@@ -41,7 +41,7 @@ def choose_kernels(
     if extension.kernel_choice == "stock" or envs.VLLM_BATCH_INVARIANT:
         return
     if extension.kernel_choice == "shipped":
-        _install_few_rows(vllm_config, model, may_replace_experts(vllm_config), {}, [])
+        _install_experts(vllm_config, model, may_replace_experts(vllm_config), {}, [])
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()
     known = found = folder.read_result(path)
@@ -58,25 +58,25 @@ def choose_kernels(
         else:
             measured = {}
     as_shipped = may_replace_experts(vllm_config, path)
-    _install_few_rows(vllm_config, model, as_shipped, measured, found["rows"])
+    _install_experts(vllm_config, model, as_shipped, measured, found["rows"])
 
 
-def _install_few_rows(
+def _install_experts(
     vllm_config: VllmConfig,
     model: torch.nn.Module,
     as_shipped: bool,
-    measured: few_rows.SizesOf,
+    measured: expert_kernels.SizesOf,
     rows: list[int],
 ) -> None:
     """Makes experts run our kernel where it was faster on this GPU, by `measured`. Numbers of rows
-    that are missing there run as `few_rows.json` says if `as_shipped`. What is missing there, too,
-    runs vLLM's kernel. `rows`: all that were to be measured."""
-    sizes = dict(shipped_few_rows()) if as_shipped else {}
+    that are missing there run as `block_sizes.json` says if `as_shipped`. What is missing there,
+    too, runs vLLM's kernel. `rows`: all that were to be measured."""
+    sizes = dict(shipped_block_sizes()) if as_shipped else {}
     for file, found in measured.items():
         sizes[file] = (sizes.get(file) or {str(number): 0 for number in rows}) | found
     if sizes:
         with set_current_vllm_config(vllm_config):
-            few_rows.install_kernels(model.modules(), sizes)
+            expert_kernels.install_kernels(model.modules(), sizes)
 
 
 def _store(found: dict[str, Any], path: Path) -> bool:
@@ -108,7 +108,7 @@ def _measure(
     rows = [canvases * length for canvases in steps]
     layers: list[dict[str, Any]] = []
     tables: dict[str, tiles.Table] = {}
-    ours: dict[str, few_rows.Sizes] = {}
+    ours: dict[str, expert_kernels.Sizes] = {}
     gains: list[str] = []
     # Masked models run Triton alone, and `flash_attn_version` is the user's choice.
     is_masked = vllm_config.model_config.architecture in FAMILIES

@@ -1,5 +1,4 @@
-"""Runs layers of experts with our kernels, in place of vLLM's: all of it in steps of few rows, and
-what is before and between the products in FP8."""
+"""Runs layers of experts with our kernels, in place of vLLM's."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -9,9 +8,9 @@ import torch
 
 from vllm_dllm.compat import experts
 from vllm_dllm.compat.experts import ExpertCall
-from vllm_dllm.experts import few_rows_triton
-from vllm_dllm.experts.activation_triton import activate_and_quantise, quantise_rows
-from vllm_dllm.experts.definition import FP8, Assignment, Experts
+from vllm_dllm.experts import mixture_triton
+from vllm_dllm.experts.definition import Assignment, Experts
+from vllm_dllm.experts.quantise_triton import quantise_rows
 
 Sizes = dict[str, int]
 """Sizes of blocks by the rows of a step, which are strings as in JSON; 0 means vLLM's kernel."""
@@ -25,10 +24,10 @@ def block_size(layer: Any, num_tokens: int) -> int:
     num_experts, hidden, width = layer.w2_weight.shape
     if not experts.is_two_products(layer):
         return 0
-    if few_rows_triton.find_obstacle(hidden, width, layer.activation.value):
+    if mixture_triton.find_obstacle(hidden, width, layer.activation.value):
         return 0
     top_k = layer.moe_config.experts_per_token
-    return few_rows_triton.block_size(num_tokens, top_k, num_experts) or 0
+    return mixture_triton.block_size(num_tokens, top_k, num_experts)
 
 
 def run_layer(
@@ -73,32 +72,11 @@ def _compute_by_rows(sizes: Sizes, call: ExpertCall) -> bool:
 
 
 def _compute(size: int, call: ExpertCall) -> bool:
-    """Computes a call with our kernel, in blocks of `size` rows. If that is 0: in FP8 with vLLM's
-    Triton kernel and our activation; else returns False, and vLLM should compute it."""
-    if size > 0:
-        return _mix_experts(call, size)
-    return call.products is not None and _mix_by_triton(call, call.products)
-
-
-def _mix_by_triton(call: ExpertCall, products: torch.Tensor) -> bool:
-    """Computes a call in FP8 with vLLM's Triton kernel, and activates and quantises in one launch
-    in between. Returns True."""
-    assert call.state_scale is not None
-    tiles = call.tiles()
-    assignment = call.align_blocks(tiles["BLOCK_SIZE_M"])
-    call.multiply(call.states, call.state_scale, 0, assignment, tiles, products)
-    quantised = call.inner.view(FP8).flatten()[: call.inner.numel()].view(call.inner.shape)
-    scale = torch.empty(len(products), 1, dtype=torch.float32, device=products.device)
-    activate_and_quantise(products, quantised, scale, call.activation)
-    call.multiply(quantised, scale, 1, assignment, tiles, call.rows)
-    call.sum_rows()
-    return True
-
-
-def _mix_experts(call: ExpertCall, size: int) -> bool:
-    """Computes a call with our kernel, in blocks of `size` rows, into the call's output. Returns
-    True."""
-    few_rows_triton.mix_experts(
+    """Computes a call in blocks of `size` rows, into its output. Returns False if that is 0, and
+    vLLM should compute it."""
+    if not size:
+        return False
+    mixture_triton.mix_experts(
         call.states,
         call.state_scale,
         Experts(call.gate_up, call.down, *call.scales),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -25,8 +24,8 @@ from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from vllm_dllm.compat import experts
 from vllm_dllm.compat.experts import ExpertCall
-from vllm_dllm.experts import activation_triton, definition, few_rows_triton
-from vllm_dllm.measured import few_rows
+from vllm_dllm.experts import definition, mixture_triton, quantise_triton
+from vllm_dllm.measured import expert_kernels
 
 pytestmark = pytest.mark.numerics
 
@@ -36,7 +35,7 @@ EXPERTS, HIDDEN, WIDTH, CHOSEN = 4, 128, 64, 2
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose kernel is vLLM's, on a CPU, where `moe_align_block_size` is missing."""
-    interpret_kernels(few_rows_triton)
+    interpret_kernels(mixture_triton)
     monkeypatch.setattr(experts, "moe_align_block_size", definition.sort_by_expert)
     monkeypatch.setattr(experts, "find_expert_layers", lambda modules: modules)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: "a.json")
@@ -90,8 +89,8 @@ def assert_right(layer: Any, states: torch.Tensor, found: torch.Tensor) -> None:
 
 def test_vllm_calls_ours(layer: Any) -> None:
     states = torch.randn(12, HIDDEN)
-    assert few_rows.block_size(layer, len(states)) == 16
-    assert_right(layer, states, few_rows.run_layer(layer, 16, states))
+    assert expert_kernels.block_size(layer, len(states)) == 16
+    assert_right(layer, states, expert_kernels.run_layer(layer, 16, states))
     assert "apply" not in vars(layer.quant_method.moe_kernel.fused_experts), "vLLM's own again"
 
 
@@ -107,8 +106,8 @@ def test_vllm_calls_ours(layer: Any) -> None:
 )
 def test_what_it_cannot_compute_is_not_tried(layer: Any, attribute: str, value: Any) -> None:
     setattr(layer, attribute, value)
-    assert few_rows.block_size(layer, 12) == 0
-    few_rows.install_kernels([layer], {"a.json": {"8": 16}})
+    assert expert_kernels.block_size(layer, 12) == 0
+    expert_kernels.install_kernels([layer], {"a.json": {"8": 16}})
     assert "apply" not in vars(layer.quant_method.moe_kernel.fused_experts)
 
 
@@ -117,15 +116,15 @@ def test_steps_go_as_the_nearest_that_was_timed(
 ) -> None:
     sizes, stock = [], []
     kernel = layer.quant_method.moe_kernel.fused_experts
-    mix = few_rows_triton.mix_experts
+    mix = mixture_triton.mix_experts
 
     def mixed(*args: Any) -> None:
         sizes.append(args[5])
         mix(*args)
 
-    monkeypatch.setattr(few_rows_triton, "mix_experts", mixed)
+    monkeypatch.setattr(mixture_triton, "mix_experts", mixed)
     monkeypatch.setattr(TritonExperts, "apply", lambda *_, **call: stock.append(call["output"]))
-    few_rows.install_kernels([layer], {"a.json": {"8": 16, "64": 0}})
+    expert_kernels.install_kernels([layer], {"a.json": {"8": 16, "64": 0}})
     assert sizes == [16], "compiled before the first request"
     for tokens, ours in ((3, True), (30, True), (50, False), (300, False)):
         sizes.clear(), stock.clear()
@@ -149,7 +148,7 @@ def test_vllm_prepares_fp8_with_our_quantisation(
     layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For its own kernel and for ours."""
-    interpret_kernels(activation_triton)
+    interpret_kernels(quantise_triton)
     (gate_up, gate_up_scale), (down, down_scale) = quantise_weights(
         (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
     )
@@ -158,17 +157,15 @@ def test_vllm_prepares_fp8_with_our_quantisation(
     kernel.fused_experts.quant_config = fp8_w8a8_moe_quant_config(
         gate_up_scale, down_scale, per_act_token_quant=True, per_out_ch_quant=True
     )
-    given = []
+    given, compute = [], expert_kernels._compute
 
     def computed(size: int, call: ExpertCall) -> bool:
         given.append((call.states, call.state_scale))
-        if size > 0:
-            return few_rows._mix_experts(call, size)
         call.output.zero_()
-        return True
+        return not size or compute(size, call)
 
-    monkeypatch.setattr(few_rows, "_compute", computed)
-    few_rows.install_kernels([layer], {"a.json": {"8": 16, "64": 0}})
+    monkeypatch.setattr(expert_kernels, "_compute", computed)
+    expert_kernels.install_kernels([layer], {"a.json": {"8": 16, "64": 0}})
     for tokens in (12, 64):
         given.clear()
         states = torch.randn(tokens, HIDDEN)
@@ -192,64 +189,3 @@ def test_vllm_prepares_fp8_with_our_quantisation(
 def assert_close_in_fp8(found: torch.Tensor, expected: torch.Tensor) -> None:
     off = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert off <= tolerances.experts_on_average(torch.float32, is_fp8=True)
-
-
-def multiply_plainly(
-    rows: torch.Tensor,  # [R, K] e4m3
-    weight: torch.Tensor,  # [E, N, K] e4m3
-    output: torch.Tensor,  # [T, top_k, N]
-    row_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    routed: torch.Tensor | None,
-    assigned: torch.Tensor,
-    block_experts: torch.Tensor,
-    num_rows: torch.Tensor,
-    is_routed: bool,
-    top_k: int,
-    tiles: dict[str, int],
-    **options: Any,
-) -> None:
-    """As vLLM's Triton kernel reads its arguments."""
-    assert options["use_fp8_w8a8"] and options["per_channel_quant"] and is_routed == (top_k == 1)
-    size, flat = tiles["BLOCK_SIZE_M"], output.flatten(0, 1)
-    for block, expert in enumerate(block_experts[: int(num_rows) // size].tolist()):
-        own = assigned[block * size : (block + 1) * size]
-        own = own[own < len(flat)].long()
-        read = own // top_k
-        factors = weight[expert].float() * weight_scale[expert].view(-1, 1)
-        found = (rows[read].float() * row_scale[read]) @ factors.T
-        if routed is not None:
-            found *= routed.flatten()[own, None]
-        flat[own] = found.to(output.dtype)
-
-
-def test_vllm_s_products_with_our_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_kernels(activation_triton)
-    monkeypatch.setattr(experts, "moe_align_block_size", definition.sort_by_expert)
-    monkeypatch.setattr(experts, "invoke_fused_moe_triton_kernel", multiply_plainly)
-    monkeypatch.setattr(ops, "moe_sum", lambda rows, output: output.copy_(rows.sum(1)))
-    monkeypatch.setattr(ExpertCall, "tiles", lambda _: {"BLOCK_SIZE_M": 16})
-    torch.manual_seed(0)
-    tokens = 12
-    states, ids = torch.randn(tokens, HIDDEN), torch.rand(tokens, EXPERTS).topk(CHOSEN).indices
-    shares = torch.rand(tokens, CHOSEN)
-    (gate_up, gate_up_scale), (down, down_scale) = quantise_weights(
-        (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
-    )
-    rows, row_scale = definition.quantise(states)
-    # As vLLM hands them out: two workspaces, and the output shares memory with one.
-    first, second = torch.full((2, tokens * CHOSEN * 2 * HIDDEN), torch.nan)
-    output, number = first[: tokens * HIDDEN].view(tokens, HIDDEN), tokens * CHOSEN
-
-    def room(workspace: torch.Tensor, channels: int) -> torch.Tensor:
-        return workspace[: number * channels].view(number, channels)
-
-    call = ExpertCall(
-        rows, row_scale, gate_up, down, (gate_up_scale, down_scale), shares, ids.int(),
-        "gelu_tanh", output, inner=room(first, WIDTH), rows=room(second, HIDDEN),
-        products=room(second, 2 * WIDTH),
-    )  # fmt: skip
-    assert few_rows._compute_by_rows({"256": 0}, call)
-    own = definition.Experts(gate_up, down, gate_up_scale[..., 0], down_scale[..., 0])
-    expected = definition.mix_experts(states, own, shares, ids, "gelu_tanh")
-    assert_close_in_fp8(output, expected)

@@ -1,4 +1,4 @@
-"""Experts of few rows in Triton against their definition, in its interpreter where there is no GPU,
+"""A mixture of experts in Triton against its definition, in the interpreter where there is no GPU,
 and the definition against float64."""
 
 from types import ModuleType
@@ -9,7 +9,7 @@ import torch
 
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
-from vllm_dllm.experts import definition, few_rows_triton
+from vllm_dllm.experts import definition, mixture_triton, quantise_triton
 from vllm_dllm.experts.definition import Experts
 
 pytestmark = pytest.mark.numerics
@@ -23,8 +23,9 @@ STEP = 2.0**-3  # between neighbours in e4m3, as a share
 @pytest.fixture(scope="module")
 def fast() -> ModuleType:
     if not torch.cuda.is_available():
-        interpret_kernels(few_rows_triton)
-    return few_rows_triton
+        interpret_kernels(mixture_triton)
+        interpret_kernels(quantise_triton)
+    return mixture_triton
 
 
 class Problem(NamedTuple):
@@ -105,6 +106,8 @@ def exactly(problem: Problem, activation: str) -> tuple[torch.Tensor, torch.Tens
         (37, 16, torch.float32, True, "silu"),
         (37, 32, torch.float32, True, "gelu_tanh"),
         (70, 64, torch.float32, True, "gelu_tanh"),
+        (100, 80, torch.float32, False, "silu"),
+        (150, 144, torch.float32, True, "gelu_tanh"),
     ],
 )
 def test_experts(
@@ -120,7 +123,7 @@ def test_experts(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["not quantised", "fp8"])
-@pytest.mark.parametrize("size", few_rows_triton.SIZES)
+@pytest.mark.parametrize("size", mixture_triton.SIZES)
 def test_full_width_in_bf16_gives_the_same_bits_again(
     fast: ModuleType, size: int, is_fp8: bool
 ) -> None:
@@ -137,13 +140,14 @@ def rms(values: torch.Tensor) -> float:
 
 
 def test_a_layer_that_the_tiles_do_not_divide_is_refused(fast: ModuleType) -> None:
-    assert few_rows_triton.find_obstacle(2816, 704, "gelu_tanh") is None
-    assert "got 2816 and 100" in few_rows_triton.find_obstacle(2816, 100, "silu")
+    assert mixture_triton.find_obstacle(2816, 704, "gelu_tanh") is None
+    assert "got 2816 and 100" in mixture_triton.find_obstacle(2816, 100, "silu")
     problem = draw(1, torch.float32, False)
     with pytest.raises(ValueError, match="activation silu or gelu_tanh, got relu2"):
         run(fast, problem, 16, "relu2")
 
 
-def test_a_block_holds_the_rows_of_nearly_every_expert() -> None:
-    sizes = [few_rows_triton.block_size(tokens, 8, 128) for tokens in (1, 256, 512, 2048, 8192)]
-    assert sizes == [16, 32, 64, 128, None]
+def test_a_block_holds_the_rows_of_most_experts() -> None:
+    tokens = (1, 256, 512, 1024, 2048, 4096, 8192)
+    sizes = [mixture_triton.block_size(number, 8, 128) for number in tokens]
+    assert sizes == [16, 32, 64, 80, 144, 128, 128]
