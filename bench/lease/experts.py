@@ -147,34 +147,6 @@ def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     return run
 
 
-def marlin_experts(problem: Problem) -> Run:
-    """NVFP4 weights, bf16 products: what vLLM runs on Hopper."""
-    from vllm.model_executor.layers.fused_moe import MoEActivation
-    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
-    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
-        rand_marlin_weight_nvfp4_like,
-    )
-    from vllm.scalar_type import scalar_types
-
-    def packed(weight: torch.Tensor) -> list[torch.Tensor]:
-        each = [rand_marlin_weight_nvfp4_like(expert, group_size=16)[1:] for expert in weight]
-        return [torch.stack(parts) for parts in zip(*each, strict=True)]
-
-    (w1, s1, g1), (w2, s2, g2) = packed(problem.gate_up), packed(problem.down)
-    scores = problem.weights
-
-    def run() -> torch.Tensor:
-        return fused_marlin_moe(
-            problem.states, w1, w2, None, None, s1, s2, scores, problem.ids,
-            quant_type_id=scalar_types.float4_e2m1f.id,
-            activation=MoEActivation.GELU_TANH,
-            global_scale1=g1,
-            global_scale2=g2,
-        )  # fmt: skip
-
-    return run
-
-
 def cutlass_products(problem: Problem) -> tuple[Run, Callable[[], float]]:
     """Both products of CUTLASS in FP8, without what is around them, and their error."""
     from vllm import _custom_ops as ops
@@ -252,7 +224,6 @@ def candidates(problem: Problem, device: str) -> Iterator[tuple[str, Callable[[]
     yield "Triton FP8, vLLM's tiles", lambda: triton_experts(problem, True, False)
     yield "Triton FP8, our tiles", lambda: triton_experts(problem, True, True)
     yield "Triton bf16, vLLM's tiles", lambda: triton_experts(problem, False, False)
-    yield "Marlin NVFP4", lambda: marlin_experts(problem)
 
 
 def main() -> None:
@@ -262,7 +233,7 @@ def main() -> None:
     shape, counts = (128, 704, 2816, 8), [256, 512, 1024, 2048, 4096, 8192, 16384]
     if device == "cpu":
         shape, counts = (16, 64, 128, 4), [8]
-        print("experts: CUTLASS, Triton's kernel and Marlin need a GPU; ours and the definition")
+        print("experts: CUTLASS and Triton's kernel need a GPU; ours and the definition")
     wrong: list[str] = []
     for tokens in counts:
         problem = draw(tokens, shape, device)
@@ -276,7 +247,7 @@ def main() -> None:
                 found["ms"] = timed_ms(run, device)
                 if off is not None:
                     found["error"] = off()
-                elif name != "Marlin NVFP4":  # its weights are random ones of its own
+                else:
                     found["error"] = error(run()[: len(expected)], expected)
             except Exception as failure:
                 found["failed"] = repr(failure)[:400]

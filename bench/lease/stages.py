@@ -47,16 +47,16 @@ STAGES = [
     ),
     Stage(
         "fp8",
-        "ours and stock vLLM in FP8, 1 to 32 requests, long contexts, timelines",
+        "ours and stock vLLM in FP8, 1 to 32 requests, timelines",
         full_shape(
             "fp8-dynamic",
-            "1x128 8x128 16x128 32x128 1x1024 1x8192 1x32768",
-            "1x128 16x128 1x32768",
+            "1x128 8x128 16x128 32x128 1x1024",
+            "1x128 16x128",
             *("--kv-cache-gib", "9", "--start-by", "330"),
         ),
         [*SMALL_FP8, "--trace", "1x128"],
-        seconds=95,
-        limit=230,
+        seconds=60,
+        limit=200,
         early=170,
         needs=["dsl"],
     ),
@@ -101,11 +101,11 @@ STAGES = [
     Stage(
         "fp8-again",
         "ours in FP8 with what an earlier start has left in vLLM's caches, and FlashAttention-4 "
-        "compiled in another process",
+        "compiled in another process; long contexts",
         full_shape(
             "fp8-dynamic",
-            "1x128 16x128 32x128 1x32768",
-            "1x128",
+            "1x128 1x1024 1x8192 1x32768",
+            "1x128 1x32768",
             *(*ONLY_OURS, "--kv-cache-gib", "9", "--start-by", "110"),
         ),
         SMALL_FP8,
@@ -143,6 +143,20 @@ MORE = [  # that run if they are asked for by name
         seconds=45,
         limit=100,
         early=150,
+        needs=["dsl"],
+    ),
+    Stage(
+        "bf16-ours",
+        "ours alone in bf16, one request",
+        full_shape(
+            "bf16",
+            "1x128",
+            "1x128",
+            *(*ONLY_OURS, "--kv-cache-gib", "3", "--start-by", "150"),
+        ),
+        [*SMALL, "--scheme", "bf16", *ONLY_OURS],
+        seconds=125,
+        limit=160,
         needs=["dsl"],
     ),
     Stage(
@@ -186,8 +200,8 @@ MORE = [  # that run if they are asked for by name
     ),
     Stage(
         "experts",
-        "a layer's experts, routed evenly: ours for few rows, CUTLASS FP8, Triton's "
-        "default and our tiles, what is between products, Marlin, bf16",
+        "a layer's experts, routed evenly: ours, CUTLASS FP8, Triton's default and our tiles, "
+        "in FP8 and bf16",
         ["bench.lease.experts"],
         ["bench.lease.experts"],
         seconds=40,

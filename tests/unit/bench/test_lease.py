@@ -16,8 +16,6 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import fused_moe, moe_align_block_size
-from vllm.model_executor.layers.fused_moe.experts import marlin_moe
-from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
 from bench.lease import experts, install, linears, pack
 from bench.lease.__main__ import Lease, end_session
@@ -238,9 +236,6 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     bind(experts, "quantise_rows", lambda rows: (rows, torch.ones(len(rows), 1)))
     bind(ops, "scaled_fp8_quant", lambda input, **_: (input, torch.ones(len(input), 1)))
     bind(fused_moe, "fused_experts", lambda hidden_states, **_: hidden_states)
-    bind(marlin_moe, "fused_marlin_moe", lambda hidden_states, **_: hidden_states)
-    packed = (torch.zeros(1), torch.zeros(2), torch.zeros(3), torch.zeros(1))
-    bind(marlin_utils_fp4, "rand_marlin_weight_nvfp4_like", lambda **_: packed)
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(len(a), b.shape[1]))
     return called
 
@@ -254,7 +249,6 @@ def test_experts_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
         assert (off is not None) == ("products" in name or "rows" in name)
     assert bound.count("cutlass_moe_mm") == 2 and bound.count("fused_experts") == 3
     assert bound.count("quantise_rows") == 2
-    assert bound.count("fused_marlin_moe") == 1
     assert bound.count("mix_experts") == bound.count("moe_align_block_size") == 2
 
 
