@@ -206,16 +206,17 @@ def bring_back(out: Path, to: Path) -> None:
             (to / f"{stage}{path.name}").write_bytes(path.read_bytes())
 
 
-def follow(out: Path, series: int | None, seconds: float) -> None:
-    """Prints what the series in the background says, until it ends or time is up."""
-    until, at = time.monotonic() + seconds, 0
+def follow(out: Path, series: int | None, until: float, at: int = 0) -> int:
+    """Prints what the series in the background says behind the first `at` characters, until it ends
+    or time is up. Returns how many characters there are."""
     log = out / "series.txt"
-    while time.monotonic() < until:
+    while True:
+        is_last = series is None or not is_running(series) or time.monotonic() >= until
         text = log.read_text(errors="replace") if log.exists() else ""
         print(text[at:], end="", flush=True)
         at = len(text)
-        if series is None or not is_running(series):
-            return
+        if is_last:
+            return at
         time.sleep(0.5)
 
 
@@ -263,12 +264,13 @@ def main() -> None:
     if args.here or args.rehearse:
         Lease(args.out, args.rehearse).run(left)
     else:
-        pid_file = args.out / "series.pid"
+        until, pid_file = time.monotonic() + args.seconds, args.out / "series.pid"
         series = int(pid_file.read_text()) if pid_file.exists() else None
+        at = follow(args.out, series, until)  # what an earlier call has started comes first
+        left = [stage for stage in left if not (args.out / "done" / stage.name).exists()]
         if left and (series is None or not is_running(series)):
-            only = ["--only", *args.only] if args.only else []
-            series = start_series(args.out, ["--out", str(args.out), *only])
-        follow(args.out, series, args.seconds)
+            only = ["--only", *(stage.name for stage in left)] if args.only else []
+            follow(args.out, start_series(args.out, ["--out", str(args.out), *only]), until, at)
     if args.bring:
         bring_back(args.out, args.bring)
     done = sorted(path.name for path in (args.out / "done").glob("[!.]*"))

@@ -101,11 +101,11 @@ STAGES = [
     Stage(
         "fp8-again",
         "ours in FP8 with what an earlier start has left in vLLM's caches, and FlashAttention-4 "
-        "compiled in another process; long contexts",
+        "compiled in another process",
         full_shape(
             "fp8-dynamic",
-            "1x128 1x1024 1x8192 1x32768",
-            "1x128 1x32768",
+            "1x128 8x128 16x128 1x1024",  # as above: caches are keyed by the longest
+            "1x128",
             *(*ONLY_OURS, "--kv-cache-gib", "9", "--start-by", "110"),
         ),
         SMALL_FP8,
@@ -143,6 +143,21 @@ MORE = [  # that run if they are asked for by name
         seconds=45,
         limit=100,
         early=150,
+        needs=["dsl"],
+    ),
+    Stage(
+        "fp8-long",
+        "ours and stock vLLM in FP8 behind long prompts",
+        full_shape(
+            "fp8-dynamic",
+            "1x8192 1x32768",
+            "1x32768",
+            *("--kv-cache-gib", "9", "--start-by", "250"),
+        ),
+        [*SMALL_FP8],
+        seconds=40,
+        limit=100,
+        early=170,
         needs=["dsl"],
     ),
     Stage(
