@@ -26,6 +26,7 @@ class Case:
     loads_ahead: bool = False  # in its main loop, without waiting
     multiples: Collection[str] = ()  # integers that are multiples of 16, as are all strides
     loop_flops: int = 0  # that a pass of the main loop needs; 0: not counted
+    passes: int = 1  # of the main loop, which a compiler may unroll
     spills: str = ""  # why its main loop may, all the same
 
     @property

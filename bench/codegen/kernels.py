@@ -243,4 +243,5 @@ def _product(
         multiplies=True,
         loads_ahead=True,
         loop_flops=2 * channels * size * depth,
+        passes=-(-WIDTHS["N" if kernel is experts._down_kernel else "K"] // depth),
     )
