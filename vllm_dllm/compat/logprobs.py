@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.logprobs import Logprob
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 
 _BITS = 32
 
@@ -38,65 +38,40 @@ def return_revealed_steps() -> None:
     """Makes log-probabilities with a packed step `RevealedLogprob`s, and shows the step in a
     server's chats and completions. Patches vLLM's processing of log-probabilities. Repeatable."""
 
-    def sampled(stock: Any) -> Any:
-        """Returns a replacement of vLLM's update of log-probabilities, `stock`, that unpacks
-        steps."""
+    @wrap("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs")
+    def update(stock: Any, self: Any, lists: Any) -> None:
+        """Adds a step's log-probabilities as vLLM does, and takes packed steps out of their
+        ranks."""
+        steps = lists.sampled_token_ranks >> _BITS
+        if not steps.any():
+            return stock(self, lists)
+        ranks = lists.sampled_token_ranks - (steps << _BITS)
+        stock(self, lists._replace(sampled_token_ranks=ranks))
+        tokens = lists.logprob_token_ids[:, 0].tolist()
+        entries = self.logprobs[-len(tokens) :]
+        for entry, token, step in zip(entries, tokens, steps.tolist(), strict=True):
+            entry[token] = RevealedLogprob(**vars(entry[token]), step=step - 1)
 
-        def update(self: Any, lists: Any) -> None:
-            """Adds a step's log-probabilities as vLLM does, and takes packed steps out of their
-            ranks."""
-            steps = lists.sampled_token_ranks >> _BITS
-            if not steps.any():
-                return stock(self, lists)
-            ranks = lists.sampled_token_ranks - (steps << _BITS)
-            stock(self, lists._replace(sampled_token_ranks=ranks))
-            tokens = lists.logprob_token_ids[:, 0].tolist()
-            entries = self.logprobs[-len(tokens) :]
-            for entry, token, step in zip(entries, tokens, steps.tolist(), strict=True):
-                entry[token] = RevealedLogprob(**vars(entry[token]), step=step - 1)
-
-        return update
-
-    def chat(stock: Any) -> Any:
-        """Returns a replacement of vLLM's maker of a chat's log-probabilities, `stock`, that adds
-        steps."""
-
-        def create(self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
-            """Returns vLLM's log-probabilities of a chat, with the step in each entry that has
-            one."""
-            found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
-            if steps := _steps(token_ids, top_logprobs):
-                found.content = [
-                    entry.model_copy(update={"step": step})
-                    for entry, step in zip(found.content, steps, strict=True)
-                ]
-            return found
-
-        return create
-
-    def completion(stock: Any) -> Any:
-        """Returns a replacement of vLLM's maker of a completion's log-probabilities, `stock`, that
-        adds steps."""
-
-        def create(self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
-            """Returns vLLM's log-probabilities of a completion, with the list `steps` if there are
-            any."""
-            found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
-            steps = _steps(token_ids, top_logprobs)
-            return found.model_copy(update={"steps": steps}) if steps else found
-
-        return create
-
-    patch("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", sampled)
     serving = "entrypoints.openai"
-    patch(
-        f"{serving}.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",
-        chat,
-    )
-    patch(
-        f"{serving}.completion.serving:OpenAIServingCompletion._create_completion_logprobs",
-        completion,
-    )
+
+    @wrap(f"{serving}.chat_completion.serving:OpenAIServingChat._create_chat_logprobs")
+    def chat(stock: Any, self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
+        """Returns vLLM's log-probabilities of a chat, with the step in each entry that has one."""
+        found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
+        if steps := _steps(token_ids, top_logprobs):
+            found.content = [
+                entry.model_copy(update={"step": step})
+                for entry, step in zip(found.content, steps, strict=True)
+            ]
+        return found
+
+    @wrap(f"{serving}.completion.serving:OpenAIServingCompletion._create_completion_logprobs")
+    def completion(stock: Any, self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
+        """Returns vLLM's log-probabilities of a completion, with the list `steps` if there are
+        any."""
+        found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
+        steps = _steps(token_ids, top_logprobs)
+        return found.model_copy(update={"steps": steps}) if steps else found
 
 
 def _steps(

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import patch, wrap
 
 if TYPE_CHECKING:  # loads what only workers need
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -96,17 +96,11 @@ def cache_token_texts() -> None:
     of the tokenizer, in the process that serves all clients.
     """
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's decoding of tokens, `stock`, with a cache for each
-        tokenizer."""
-        known: dict[int, tuple[Any, dict[int, str]]] = {}  # by id of a tokenizer, which is kept
+    known: dict[int, tuple[Any, dict[int, str]]] = {}  # by id of a tokenizer, which is kept
 
-        def convert_ids_list_to_tokens(tokenizer: Any, token_ids: list[int]) -> list[str]:
-            _, texts = known.setdefault(id(tokenizer), (tokenizer, {}))
-            if new := [token for token in dict.fromkeys(token_ids) if token not in texts]:
-                texts.update(zip(new, stock(tokenizer, new), strict=True))
-            return [texts[token] for token in token_ids]
-
-        return convert_ids_list_to_tokens
-
-    patch("v1.engine.logprobs:convert_ids_list_to_tokens", make)
+    @wrap("v1.engine.logprobs:convert_ids_list_to_tokens")
+    def convert_ids_list_to_tokens(stock: Any, tokenizer: Any, token_ids: list[int]) -> list[str]:
+        _, texts = known.setdefault(id(tokenizer), (tokenizer, {}))
+        if new := [token for token in dict.fromkeys(token_ids) if token not in texts]:
+            texts.update(zip(new, stock(tokenizer, new), strict=True))
+        return [texts[token] for token in token_ids]

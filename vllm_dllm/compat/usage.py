@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from vllm_dllm.compat import version
 from vllm_dllm.compat.metrics import StepCounts, pop_step_counts
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 
 
 class TokenCounter(Protocol):
@@ -86,43 +86,30 @@ def patch_usage() -> None:
     behind a tool call, unless it is streamed.
     """
 
-    def with_counts(stock: Any) -> Any:
-        """Returns a replacement of vLLM's `UsageInfo`, `stock`, that adds our counts."""
+    chat = "entrypoints.openai.chat_completion.serving"
 
-        def usage_info(**fields: Any) -> Any:
-            """Returns vLLM's `usage`, with the counts of this task's HTTP request."""
-            usage = stock(**fields)
-            if (counter := _counter.get()) is not None:
-                from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+    @wrap(f"{chat}:UsageInfo")
+    @wrap("entrypoints.openai.completion.serving:UsageInfo")
+    def usage_info(stock: Any, **fields: Any) -> Any:
+        """Returns vLLM's `usage`, with the counts of this task's HTTP request."""
+        usage = stock(**fields)
+        if (counter := _counter.get()) is not None:
+            from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
-                details = usage.completion_tokens_details
-                known = {} if details is None else details.model_dump()
-                usage.completion_tokens_details = CompletionTokenUsageInfo(
-                    **known, **counter.counts()
-                )
-            return usage
+            details = usage.completion_tokens_details
+            known = {} if details is None else details.model_dump()
+            usage.completion_tokens_details = CompletionTokenUsageInfo(**known, **counter.counts())
+        return usage
 
-        return usage_info
+    if version.is_at_least("0.33"):
+        return
 
-    def with_ends(stock: Any) -> Any:
-        """Returns a replacement of vLLM's making of a chat's answer, `stock`, that corrects
-        `finish_reason`."""
-
-        async def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
-            response = await stock(self, *args, **kwargs)
-            if (counter := _counter.get()) is not None:
-                for choice in getattr(response, "choices", ()):  # an error has none
-                    if counter.ends.get(choice.index) == "length":
-                        choice.finish_reason = "length"
-            return response
-
-        return answer
-
-    patch("entrypoints.openai.chat_completion.serving:UsageInfo", with_counts)
-    patch("entrypoints.openai.completion.serving:UsageInfo", with_counts)
-    if not version.is_at_least("0.33"):
-        patch(
-            "entrypoints.openai.chat_completion.serving:"
-            "OpenAIServingChat.chat_completion_full_generator",
-            with_ends,
-        )
+    @wrap(f"{chat}:OpenAIServingChat.chat_completion_full_generator")
+    async def answer(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns a chat's answer with its `finish_reason` corrected."""
+        response = await stock(*args, **kwargs)
+        if (counter := _counter.get()) is not None:
+            for choice in getattr(response, "choices", ()):  # an error has none
+                if counter.ends.get(choice.index) == "length":
+                    choice.finish_reason = "length"
+        return response

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 
 __all__ = ["FusedMoEConfig", "StockExperts", "prefer_expert_kernel", "with_local_experts"]
 
@@ -49,13 +49,9 @@ def prefer_expert_kernel(kernel: type[StockExperts]) -> None:
     """Patches vLLM to try `kernel` first for unquantised experts on CPUs, and then its own kernels,
     each as `with_local_experts` returns it. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        def classes(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-            found: list[Any] = stock(backend)
-            if backend != UnquantizedMoeBackend.CPU:
-                return found
-            return [kernel, *(with_local_experts(each) for each in found)]
-
-        return classes
-
-    patch("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls", make)
+    @wrap("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls")
+    def classes(stock: Any, backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
+        found: list[Any] = stock(backend)
+        if backend != UnquantizedMoeBackend.CPU:
+            return found
+        return [kernel, *(with_local_experts(each) for each in found)]
