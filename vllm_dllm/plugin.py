@@ -42,7 +42,7 @@ def _install() -> None:
     from vllm.platforms import current_platform
 
     from vllm_dllm import attention
-    from vllm_dllm.compat import ending, logprobs, metrics, prompt_logprobs
+    from vllm_dllm.compat import ending, logprobs, metrics
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.prometheus import CanvasMetrics, DraftMetrics
@@ -50,7 +50,7 @@ def _install() -> None:
 
     _register_models()
     _install_admission()
-    prompt_logprobs.cache_token_texts()
+    logprobs.cache_token_texts()
     logprobs.return_revealed_steps()
     ending.stop_gracefully()
     metrics.set_metrics(CanvasMetrics, DraftMetrics)

@@ -21,7 +21,7 @@ from tests.engine.parting import first_parting
 from tests.engine.rounding import noisy_model
 from tests.engine.test_drafters import TARGET, chat_prompts
 from tests.engine.test_drafters import engine as with_drafter
-from vllm_dllm.tools.drafter.target_states import load_target
+from vllm_dllm.tools.drafter.reference import load_target
 
 pytestmark = pytest.mark.numerics
 

@@ -13,12 +13,12 @@ from vllm_dllm.config.checks import (
     Integer,
     Number,
     PathName,
+    nearest_name,
     parse_settings,
     settings,
 )
 from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
 from vllm_dllm.config.drafter import DrafterConfig
-from vllm_dllm.config.names import nearest_name
 
 WindowRule = Literal["reference", "symmetric"]
 KernelChoice = Literal["measured", "shipped", "stock"]

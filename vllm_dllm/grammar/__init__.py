@@ -4,7 +4,7 @@ The model predicts every position of a canvas again in each step, so only the em
 legal. In each step `canvas.py` finds a legal path through the rows:
 
 - `walk.py` goes along the best guesses and repairs what the grammar rejects. Where that is
-  improbable, `best_first_search.py` and then `beam_search.py` look for a better path.
+  improbable, `best_first_search.py` looks for a better path, then by a beam.
 - `cutting.py` cuts the path where the answer can still be completed, with the searches of
   `completion.py`.
 - `revealed_run.py` does both for masked models, whose tokens stay once they are revealed.

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_dllm.grammar.beam_search import beam_search
-from vllm_dllm.grammar.best_first_search import best_first_search
+from vllm_dllm.grammar.best_first_search import beam_search, best_first_search
 from vllm_dllm.grammar.cutting import cut_to_fit
 from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState

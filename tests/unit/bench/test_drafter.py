@@ -7,8 +7,8 @@ from bench import harness, workload
 from bench.drafter import ALONE, require_same_answers
 from bench.drafter_oracle import best_widths
 from tests.paths import CHECKPOINTS
+from vllm_dllm.tools.drafter.reference import load_target
 from vllm_dllm.tools.drafter.sequences import complete
-from vllm_dllm.tools.drafter.target_states import load_target
 
 
 def test_refuses_other_answers() -> None:

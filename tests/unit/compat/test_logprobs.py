@@ -14,8 +14,12 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.compat.logprobs import RevealedLogprob, pack_step_into_ranks, return_revealed_steps
-from vllm_dllm.compat.prompt_logprobs import cache_token_texts
+from vllm_dllm.compat.logprobs import (
+    RevealedLogprob,
+    cache_token_texts,
+    pack_step_into_ranks,
+    return_revealed_steps,
+)
 
 TOKENS = np.array([[3, 7], [5, 5]])
 SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)

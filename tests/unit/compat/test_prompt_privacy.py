@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.logprobs import restrict_prompt_logprobs
 
 
 def test_a_request_that_leaves_is_forgotten() -> None:

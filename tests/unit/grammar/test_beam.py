@@ -18,8 +18,7 @@ from tests.unit.grammar.canvases import (
     tokenizer,
 )
 from tests.unit.grammar.reference import best_path
-from vllm_dllm.grammar.beam_search import beam_search
-from vllm_dllm.grammar.best_first_search import best_first_search
+from vllm_dllm.grammar.best_first_search import beam_search, best_first_search
 from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, find_cheap_path
 from vllm_dllm.grammar.walk import walk_best_guesses
 

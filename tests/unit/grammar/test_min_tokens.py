@@ -8,7 +8,7 @@ from llguidance import grammar_from
 
 from tests.unit.grammar.canvases import EOS, V, answer, answer_of, grammars, normalised, text_of
 from vllm_dllm.grammar.completion import find_completion
-from vllm_dllm.grammar.masks import has_token
+from vllm_dllm.grammar.rows import has_token
 from vllm_dllm.grammar.state import GrammarState
 
 OTHER_STOP = 300

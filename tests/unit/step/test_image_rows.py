@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from vllm_dllm.step.runner.image_rows import ImageRows
+from vllm_dllm.step.runner.attn_requests import ImageRows
 
 BEGIN, NUM = 1, 4  # marks before an image's tokens; its tokens
 

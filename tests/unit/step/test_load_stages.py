@@ -5,7 +5,7 @@ import torch
 
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
-from vllm_dllm.step.asked.load_stages import LoadStages
+from vllm_dllm.step.asked.settings import LoadStages
 
 STAGES = (
     LoadStage(4, stability_threshold=0),

@@ -31,8 +31,7 @@ from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclus
 from vllm_dllm.step.asked.answer import Answer, KeptMarks
 from vllm_dllm.step.asked.candidates import read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import CanvasLogits
-from vllm_dllm.step.logits.row_masks import RowMasks
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits, RowMasks
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots
 

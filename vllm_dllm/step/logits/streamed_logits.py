@@ -17,9 +17,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import ReadRows, concat_rows, read_rows, tiles
+from vllm_dllm.step.logits.canvas_logits import ReadRows, RowMasks, concat_rows, read_rows, tiles
 from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.logits.row_masks import RowMasks
 from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
     SamplingMemory,

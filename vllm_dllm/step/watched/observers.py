@@ -15,8 +15,14 @@ from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.watched.canvas_record import CanvasRecord, StepCanvases, read_records
-from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, Watcher
+from vllm_dllm.step.watched.canvas_sender import (
+    CanvasRecord,
+    CanvasSender,
+    QueuedStep,
+    StepCanvases,
+    Watcher,
+    read_records,
+)
 
 logger = init_logger(__name__)
 

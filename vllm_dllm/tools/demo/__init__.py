@@ -22,7 +22,7 @@ from rich.text import Text
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, read_serving_note
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
-from vllm_dllm.tools.demo import drawing, picture
+from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.server_process import (
@@ -83,7 +83,7 @@ def run(
                 view.show_answer(answer, _ask_in_thread(answer, server))
                 if question is questions[0] and save_picture is not None and answer.steps:
                     first = [step for step in answer.steps if step.block == 0]
-                    picture.save_picture(save_picture, question, first)
+                    drawing.save_picture(save_picture, question, first)
                     view.print_note(f"Picture: {save_picture}")
         finally:
             view.print_note(f"\nStopping the server. Its log stays: {log}")

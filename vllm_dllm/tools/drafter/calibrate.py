@@ -18,22 +18,23 @@ import torch.nn.functional as F
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorConfig, save_predictor
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.drafter.measurements import (
+from vllm_dllm.tools.drafter.offline import (
     Measurements,
     candidate_sizes,
     measure,
     measure_in_parts,
     split_prompts,
 )
-from vllm_dllm.tools.drafter.reference import WEIGHTS_FILE, load_drafter
-from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
-from vllm_dllm.tools.drafter.sequences import read_prompts
-from vllm_dllm.tools.drafter.target_states import (
+from vllm_dllm.tools.drafter.reference import (
+    WEIGHTS_FILE,
     check_fit,
+    load_drafter,
     load_target,
     target_text_config,
 )
-from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
+from vllm_dllm.tools.drafter.sequences import read_prompts
+from vllm_dllm.tools.resumable import progress_bars
 
 REPORT_FILE = "report.json"
 PLOT_FILE = "report.png"

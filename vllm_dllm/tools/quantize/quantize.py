@@ -25,7 +25,6 @@ from transformers import DiffusionGemmaConfig
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.progress import progress_bars
 from vllm_dllm.tools.quantize.calibrate import Ranges, calibrate, read_prompts
 from vllm_dllm.tools.quantize.plan import (
     Linear,
@@ -36,7 +35,7 @@ from vllm_dllm.tools.quantize.plan import (
     quantization_scheme,
 )
 from vllm_dllm.tools.quantize.source import Source, read_source
-from vllm_dllm.tools.resumable import RUN_FILE, write_json
+from vllm_dllm.tools.resumable import RUN_FILE, progress_bars, write_json
 
 WEIGHT_RANGES_FILE = "weight_ranges.json"
 INPUT_RANGES_FILE = "input_ranges.json"

@@ -21,10 +21,10 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
 from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
-from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
 from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.resumable import progress_bars
+from vllm_dllm.tools.scrape import Counters, read_metrics
 from vllm_dllm.tools.server_process import check_checkpoint
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.report import Confirmed, choose_settings, plot

@@ -8,13 +8,13 @@ from pathlib import Path
 from PIL import Image
 
 from tests.unit.tools.demo.recorded import PIXELS, RECORDED, steps
-from vllm_dllm.tools.demo import picture
+from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.questions import Question
 
 
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "canvas.svg"
-    picture.save_picture(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
+    drawing.save_picture(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
     texts = [element.text for element in ElementTree.parse(path).iter() if element.text]
     words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
     assert "Sort: <dog> & cat" in words
@@ -28,7 +28,7 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
     path = tmp_path / "canvas.svg"
     heights = []
     for question in (Question(with_picture.text), with_picture):
-        picture.save_picture(path, question, steps(*RECORDED))
+        drawing.save_picture(path, question, steps(*RECORDED))
         root = ElementTree.parse(path).getroot()
         heights.append(float(root.attrib["viewBox"].split()[3]))
         shown = list(root.iter("{http://www.w3.org/2000/svg}image"))
@@ -42,12 +42,12 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
 
 def test_a_picture_of_a_model_that_is_sure(tmp_path: Path) -> None:
     sure = steps(*(step | {"mean_entropy": 0.0} for step in RECORDED))
-    picture.save_picture(tmp_path / "canvas.svg", Question("Sort: b a"), sure)
+    drawing.save_picture(tmp_path / "canvas.svg", Question("Sort: b a"), sure)
     assert "0.000" in (tmp_path / "canvas.svg").read_text()
 
 
 def test_a_picture_shows_both_ends_of_many_steps() -> None:
     many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
-    numbers = [step.number for step in picture.select_evenly(many, 28)]
+    numbers = [step.number for step in drawing.select_evenly(many, 28)]
     assert len(numbers) == 28 and numbers[0] == 1 and numbers[-1] == 48
     assert numbers == sorted(set(numbers))
