@@ -118,7 +118,10 @@ def denoise_step(
         is_sure |= is_confident(entropy, valid, rules.confidence_threshold)
     converged = (repeated >= rules.stability_threshold) & is_sure
     if constrained is not None:
-        converged |= _is_at_rest(repeated, rules, revealing) & constrained.is_chosen
+        # Never where tokens are revealed permanently: each changes the next guess.
+        at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
+        at_rest = at_rest if revealing is None else at_rest & ~revealing.is_chosen
+        converged |= at_rest & constrained.is_chosen
     done = converged if all_revealed is None else converged | all_revealed
     steps_done = state.steps_done + 1
     return StepOutcome(
@@ -129,15 +132,3 @@ def denoise_step(
         converged=converged,
         revealed=all_revealed,
     )
-
-
-def _is_at_rest(
-    repeated: torch.Tensor,  # [n] int64
-    rules: StepRules,
-    revealing: Reveal | None,
-) -> torch.Tensor:
-    """Returns [n] bool: canvases whose best guess has not changed for `AT_REST` steps. Canvases
-    that are revealed permanently are never among them: each revealed token changes the next
-    guess."""
-    at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
-    return at_rest if revealing is None else at_rest & ~revealing.is_chosen

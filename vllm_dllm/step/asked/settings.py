@@ -216,23 +216,13 @@ class SlotSettings:
         if any(settings.judges_answer_only for settings in own):
             found = found._replace(judges_answer_only=columns["judges_answer_only"] > 0)
         if any(settings.reveals for settings in own):
-            found = found._replace(
-                reveal=RevealSettings(
-                    columns["reveals"] > 0,
-                    columns["reveal_threshold"],
-                    _positions_a_step(columns["reveal_per_step"].long(), batch.lengths),
-                )
-            )
+            per_step = columns["reveal_per_step"].long()
+            num_steps = (-per_step).clamp(min=1)
+            in_steps = (batch.lengths + num_steps - 1) // num_steps
+            least = torch.where(per_step < 0, in_steps, per_step)
+            reveal = RevealSettings(columns["reveals"] > 0, columns["reveal_threshold"], least)
+            found = found._replace(reveal=reveal)
         return found
-
-
-def _positions_a_step(
-    per_step: torch.Tensor,  # [n] int64, see `Settings.reveal_per_step`
-    lengths: torch.Tensor,  # [n] int64, of the canvases
-) -> torch.Tensor:
-    """Returns [n] int64: how many positions of each canvas a step reveals at least."""
-    num_steps = (-per_step).clamp(min=1)
-    return torch.where(per_step < 0, (lengths + num_steps - 1) // num_steps, per_step)
 
 
 def reveal_rule(
