@@ -22,7 +22,9 @@ def register() -> None:
     With a vLLM that is not supported, logs that and installs only a placeholder for DiffusionGemma,
     which raises an error when a server loads it.
     """
-    _log_like_vllm()
+    # Ours are children of vLLM's logger, so that they have its handlers and level, even if vLLM
+    # configures logging later.
+    logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")
     # A placeholder until the end of `_install`. If that fails, vLLM logs it and goes on, and would
     # serve its own class of this name.
     ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
@@ -103,9 +105,3 @@ def _install_admission() -> None:
         ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
     )
     usage.patch_usage()
-
-
-def _log_like_vllm() -> None:
-    """Makes our loggers children of vLLM's logger, so that they have its handlers and level, even
-    if vLLM configures logging later."""
-    logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")

@@ -78,21 +78,17 @@ class CanvasHub:
         """Yields a new feed for one request, and closes it at the end of the block. Must be called
         in a running event loop."""
         if self._reader is None:
-            self._reader = asyncio.create_task(self._receive_canvases(self._open_socket()))
+            socket = zmq.asyncio.Context().socket(zmq.PULL)
+            socket.set(zmq.RCVHWM, _SOCKET_MESSAGES)
+            socket.set(zmq.LINGER, 0)
+            socket.bind(f"ipc://{self._path}")
+            self._reader = asyncio.create_task(self._receive_canvases(socket))
         topic = new_random_name()
         feed = self._feeds[topic.encode()] = Feed(f"{self._name}/{topic}")
         try:
             yield feed
         finally:
             del self._feeds[topic.encode()]
-
-    def _open_socket(self) -> zmq.asyncio.Socket:
-        """Returns a new socket that is bound to the hub's path, in `folder`."""
-        socket = zmq.asyncio.Context().socket(zmq.PULL)
-        socket.set(zmq.RCVHWM, _SOCKET_MESSAGES)
-        socket.set(zmq.LINGER, 0)
-        socket.bind(f"ipc://{self._path}")
-        return socket
 
     async def _receive_canvases(self, socket: zmq.asyncio.Socket) -> None:
         """Puts received canvases into their feeds until the hub cancels this task. Drops canvases

@@ -54,12 +54,13 @@ class InterleavedStream:
         end = data.rfind(_END) + len(_END) if _END in data else 0
         complete, self._incomplete = data[:end], data[end:]
         if complete and not self._is_done:
-            done = _find_done(complete)
-            if done is None:
+            done = complete.find(_END + DONE) + len(_END)  # where the last event begins
+            if complete.startswith(DONE):
+                await self._finish(complete)
+            elif done < len(_END):  # it is not there
                 await self._send_locked(complete)
             else:
-                if done > 0:
-                    await self._send_locked(complete[:done])
+                await self._send_locked(complete[:done])
                 await self._finish(complete[done:])
         elif complete:
             await self._send_locked(complete)
@@ -99,12 +100,3 @@ class InterleavedStream:
                 canvas = None if self._is_done else self._feed.take_canvas()
                 if canvas is not None:
                     await self._send(self._format_event(canvas))
-
-
-def _find_done(events: bytes) -> int | None:
-    """Returns the index in `events` at which the event begins that ends the stream; None if that
-    event is not in them."""
-    if events.startswith(DONE):
-        return 0
-    found = events.find(_END + DONE)
-    return None if found < 0 else found + len(_END)

@@ -204,9 +204,14 @@ def beam_search(
     unsure = find_unsure_rows(start, rows, num_rows)
     row = len(prefix)
     while row < num_rows:
-        if len(beam) == 1 and (count := _consume_sure_rows(beam[0], rows, row, unsure)):
-            row += count
-            continue
+        if len(beam) == 1:  # best guesses, up to the next unsure row or the first illegal one
+            (only,), next_unsure = beam, int(unsure[np.searchsorted(unsure, row)])
+            guesses = rows.tokens[row:next_unsure, 0].tolist()
+            if guesses and (count := only.state.consume_tokens(guesses)):
+                only.tokens += guesses[:count]
+                only.mask = mask_with_few_spaces(only.state)
+                row += count
+                continue
         beam = _extend_by_one_row(beam, rows, row)
         ended += [one for one in beam if one.state.has_ended]
         beam = [one for one in beam if not one.state.has_ended]
@@ -218,21 +223,6 @@ def beam_search(
         row += 1
     cheapest = min(beam + ended, key=lambda one: one.cost_nats, default=None)
     return None if cheapest is None else FoundPath(cheapest.tokens, cheapest.cost_nats)
-
-
-def _consume_sure_rows(
-    hypothesis: _Hypothesis, rows: CanvasRows, row: int, unsure: np.ndarray
-) -> int:
-    """Extends a hypothesis in place by the best guesses from `row` on. It stops before the first
-    illegal guess and before the first of the `unsure` rows, [n] int64. Returns the number of tokens
-    that it has added."""
-    next_unsure = int(unsure[np.searchsorted(unsure, row)])
-    guesses = rows.tokens[row:next_unsure, 0].tolist()
-    count = hypothesis.state.consume_tokens(guesses) if guesses else 0
-    if count:
-        hypothesis.tokens += guesses[:count]
-        hypothesis.mask = mask_with_few_spaces(hypothesis.state)
-    return count
 
 
 def _extend_by_one_row(beam: list[_Hypothesis], rows: CanvasRows, row: int) -> list[_Hypothesis]:

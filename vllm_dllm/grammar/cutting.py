@@ -61,19 +61,13 @@ def _find_tail(
     key = (tuple(tokens), num_tokens, end is None)
     if key not in start.known_tails:
         max_tokens = num_tokens - len(tokens)
-        state = _state_after(start, tokens) if end is None else end
+        state = end or start.copy()
+        for token in tokens if end is None else ():
+            consumed = state.consume_token(token)
+            assert consumed, "a path is legal"
         found = find_completion_quickly(state, max_tokens, start)
         if found is None and end is not None:
             found = search_shortest_first(end, max_tokens)
         is_short = found is not None and len(found) <= max_tokens
         start.known_tails[key] = found if is_short else None
     return start.known_tails[key]
-
-
-def _state_after(start: GrammarState, tokens: list[int]) -> GrammarState:
-    """Returns a copy of `start`, moved on by the legal `tokens`."""
-    state = start.copy()
-    for token in tokens:
-        consumed = state.consume_token(token)
-        assert consumed, "a path is legal"
-    return state

@@ -111,7 +111,8 @@ class CanvasTrace:
         self._has_warned = False
 
     def write(self, request_id: str, record: CanvasRecord) -> None:
-        """Appends the line of one denoise step."""
+        """Appends the line of one denoise step. If the disk does not take it, drops it, and logs a
+        warning the first time."""
         line = {
             "request_id": request_id,
             "step": record.step,
@@ -121,13 +122,8 @@ class CanvasTrace:
             "entropy": record.mean_entropy,
             "finished": record.finished,
         }
-        self._append(json.dumps(line).encode() + b"\n")
-
-    def _append(self, line: bytes) -> None:
-        """Appends a line. If the disk does not take it, drops it, and logs a warning the first
-        time."""
         try:
-            self._file.append(line)
+            self._file.append(json.dumps(line).encode() + b"\n")
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

@@ -68,14 +68,12 @@ def _printable(text: str) -> str:
     """Returns a token's text, in which visible signs replace line breaks and unprintable
     characters. `END` replaces an empty text."""
     text = text.replace("\n", "⏎").replace("\t", " ")
-    shown = "".join(UNREADABLE if _is_unreadable(char) else char for char in text)
-    return shown or END
-
-
-def _is_unreadable(char: str) -> bool:
-    """Returns whether a character cannot be shown in a terminal's cell of its own."""
     # Marks, controls, surrogates and unassigned characters have no cell of their own.
-    return char == "\N{REPLACEMENT CHARACTER}" or unicodedata.category(char)[0] in "MC"
+    shown = "".join(
+        UNREADABLE if c == "\N{REPLACEMENT CHARACTER}" or unicodedata.category(c)[0] in "MC" else c
+        for c in text
+    )
+    return shown or END
 
 
 def wrap_cells(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
@@ -191,7 +189,10 @@ def save_picture(path: Path, question: Question, steps: Sequence[Step]) -> None:
     parts = []
     if question.image is not None:
         size = tuple(PIXEL * length for length in question.image.size)
-        parts.append(_svg_image(MARGIN, MARGIN, size, question.data_url))
+        parts.append(
+            f'<image x="{MARGIN:.1f}" y="{MARGIN:.1f}" width="{size[0]}" height="{size[1]}" '
+            f'style="image-rendering: pixelated" href="{question.data_url}"/>'
+        )
         y += size[1] + LINE_HEIGHT / 2
     parts.append(_svg_text(MARGIN, y, text, QUESTION, "bold"))
     y += 1.5 * LINE_HEIGHT
@@ -248,15 +249,6 @@ def _svg_text(x: float, y: float, text: str, color: str, weight: str = "") -> st
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" textLength="{cell_len(text) * CELL_WIDTH:.1f}" '
         f'fill="{color}"{bold}>{content}</text>'
-    )
-
-
-def _svg_image(x: float, y: float, size: tuple[int, ...], url: str) -> str:
-    """Returns an SVG element for the image of a data URL, scaled to `size`, without blurring its
-    pixels."""
-    return (
-        f'<image x="{x:.1f}" y="{y:.1f}" width="{size[0]}" height="{size[1]}" '
-        f'style="image-rendering: pixelated" href="{url}"/>'
     )
 
 

@@ -76,17 +76,13 @@ def run_server(
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
-            _warm_up(port, str(checkpoint))
+            # So that the costs of its first request are not measured.
+            first = {"model": str(checkpoint), "prompt": "Hello", "max_tokens": 16}
+            post_json(port, "/v1/completions", first)
             yield port
         except InputError:
             server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
             raise
-
-
-def _warm_up(port: int, model: str) -> None:
-    """Has the server generate 16 tokens, so that the costs of its first request are not measured.
-    Raises InputError if it does not answer."""
-    post_json(port, "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
 
 
 @contextmanager

@@ -63,7 +63,11 @@ def run(checkpoint: Path, **options: Any) -> None:
     settings = Settings(**options)
     _check(checkpoint, settings)
     space = Space(checkpoint, settings.serve_options or ())
-    identity = _identity(checkpoint, settings)
+    asked = asdict(settings)
+    del asked["trials"], asked["max_loss"], asked["out"]  # may differ when a stopped run continues
+    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
+    identity = {"checkpoint": str(checkpoint), "weights": marks} | asked
+    identity["data"] = str(settings.data)
     if resumable.is_finished(settings.out, identity, WORKING_FILES):
         return
     partial = resumable.partial_folder(settings.out)
@@ -72,8 +76,7 @@ def run(checkpoint: Path, **options: Any) -> None:
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with redirect_library_logs(logs / "lm_eval.log"):
-        task = _load(settings)
-        halves = _halves(task, settings.limit)
+        task, *halves = _load(settings)
         serving = serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:
             serving = [*serving, "--additional-config", json.dumps({"vllm_dllm": own})]
@@ -100,35 +103,22 @@ def _check(checkpoint: Path, settings: Settings) -> None:
         )
 
 
-def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
-    """Returns what must be the same for a stopped run to continue. The numbers of trials and of
-    `max_loss` may differ."""
-    asked = asdict(settings)
-    del asked["trials"], asked["max_loss"], asked["out"]
-    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
-    return {"checkpoint": str(checkpoint), "weights": marks} | asked | {"data": str(settings.data)}
-
-
-def _load(settings: Settings) -> Task:
-    """Returns the task. Raises InputError if it cannot be used, or the name stands for several
-    tasks."""
+def _load(settings: Settings) -> tuple[Task, Sequence[int], Sequence[int]]:
+    """Returns the task, the indices of the prompts to search with, and of those to confirm with.
+    They alternate, since files are often sorted. Raises InputError if the task cannot be used, has
+    too few prompts, or the name stands for several tasks."""
     tasks = load_tasks([settings.task], settings.data)
     if len(tasks) > 1:
         raise InputError(
             f"--task must be one task, got '{settings.task}' with {len(tasks)}: {', '.join(tasks)}"
         )
-    return next(iter(tasks.values()))
-
-
-def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the indices of the prompts to search with, and of those to confirm with. They
-    alternate, since files are often sorted. Raises InputError if the task has too few prompts."""
-    count = min(len(task.eval_docs), limit or len(task.eval_docs))
+    (task,) = tasks.values()
+    count = min(len(task.eval_docs), settings.limit or len(task.eval_docs))
     if count < LEAST_PROMPTS:
         raise InputError(
             f"task '{task.task_name}' must have at least {LEAST_PROMPTS} prompts, got {count}"
         )
-    return range(0, count, 2), range(1, count, 2)
+    return task, range(0, count, 2), range(1, count, 2)
 
 
 def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
@@ -168,7 +158,7 @@ def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -
 def _search_and_confirm(
     partial: Path,
     space: Space,
-    halves: tuple[Sequence[int], Sequence[int]],
+    halves: Sequence[Sequence[int]],  # indices of prompts: to search with, and to confirm with
     settings: Settings,
     measure: Measure,
     console: Console,
