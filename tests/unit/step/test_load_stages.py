@@ -1,8 +1,9 @@
-"""Which thresholds a step's canvases have, by the load, against plain Python."""
+"""Which rows of a step belong to which canvas, and which thresholds these have, by the load."""
 
 import pytest
 import torch
 
+from tests.unit.step.batches import canvas_batch
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.step.asked.settings import LoadStages
@@ -46,3 +47,46 @@ def test_thresholds_follow_the_load(num_canvases: int) -> None:
 
 def test_without_stages_none_is_reached() -> None:
     assert LoadStages((), torch.device("cpu")).reached(10**6) == 0
+
+
+C = 4
+
+
+def test_only_full_canvases_need_no_indices() -> None:
+    batch = canvas_batch(C, [4, 4], [7, 2])
+    assert batch.slots.tolist() == [7, 2] and batch.lengths.tolist() == [4, 4]
+    assert batch.cells is None and batch.tokens is None and batch.valid is None
+    assert batch.expand_to_rows(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
+
+
+def test_slots_in_order_are_a_slice() -> None:
+    in_order = canvas_batch(C, [4, 0, 4], [3, 9, 4], [0, 4, 0])
+    assert in_order.slot_index == slice(3, 5)
+    assert in_order.request_index.tolist() == [0, 2]
+    for slots in ([4, 3], [3, 5]):
+        index = canvas_batch(C, [4, 4], slots).slot_index
+        assert isinstance(index, torch.Tensor) and index.tolist() == slots
+
+
+def test_prefills_and_short_canvases() -> None:
+    # A prefill that goes on, a prompt's last 3 rows with a canvas cut to 2, a full canvas.
+    batch = canvas_batch(C, [0, 2, 4], [1, 0, 3], [5, 3, 0])
+    assert batch.requests.tolist() == [1, 2] and batch.slots.tolist() == [0, 3]
+    assert batch.tokens is not None and batch.tokens.tolist() == [8, 9, 10, 11, 12, 13]
+    assert batch.cells is not None and batch.cells.tolist() == [0, 1, 4, 5, 6, 7]
+    assert batch.valid is not None and batch.valid.sum(-1).tolist() == [2, 4]
+    rows = torch.arange(1, 7)
+    assert batch.unflatten(rows).tolist() == [[1, 2, 0, 0], [3, 4, 5, 6]]
+    assert torch.equal(batch.flatten(batch.unflatten(rows)), rows)
+
+
+def test_kept_for_steps_with_the_same_canvases() -> None:
+    first = canvas_batch(C, [4, 4], [7, 2])
+    assert canvas_batch(C, [4, 4], [7, 2]) is first
+    for other in (
+        canvas_batch(C, [4, 4], [7, 3]),  # another request
+        canvas_batch(C, [4, 3], [7, 2], [0, 1]),  # a canvas cut short
+        canvas_batch(C, [4, 4], [7, 2], [1, 0]),  # the end of a prompt before it
+        canvas_batch(C, [4], [7]),
+    ):
+        assert other is not first
