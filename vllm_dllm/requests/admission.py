@@ -81,7 +81,17 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
         VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected and
             what came.
     """
-    options = parse_options(params, served)
+    extra = params.extra_args or {}
+    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
+    feed = given.pop(FEED, None)
+    try:
+        options = parse_keys(given, served.defaults, served.family)
+        _check_mode(options, given)
+        _check_canvas(options, served, params)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
+    if isinstance(feed, str):
+        options = replace(options, canvas_feed=feed)
     if served.limits is not None:
         check_request_limits(served.limits, params, options)
     if served.family is not None and not served.family.is_causal:
@@ -126,26 +136,6 @@ def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
     check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
     return request
-
-
-def parse_options(params: SamplingParams, served: ServedModel) -> RequestOptions:
-    """Returns the options that the `diffusion_*` keys of a request ask for. Does not change
-    `params`.
-
-    Raises:
-        VLLMValidationError: a key is unknown, or asks for what this model does not do; names the
-            key.
-    """
-    extra = params.extra_args or {}
-    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
-    feed = given.pop(FEED, None)
-    try:
-        options = parse_keys(given, served.defaults, served.family)
-        _check_mode(options, given)
-        _check_canvas(options, served, params)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
-    return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
 
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:

@@ -118,18 +118,13 @@ class LatestMetadata:
         tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
         made_of = (
             requests.query_start_loc_np.tobytes(),
-            *_contents(tensors),
+            *(tensor.numpy().tobytes() for tensor in tensors),
             *(t.data_ptr() for t in (*tensors, slot_mappings)),
         )
         if made_of != self._made_of:
             self._metadata = build()
             self._made_of = made_of
         return self._metadata
-
-
-def _contents(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """Returns the bytes of each tensor, which is on the CPU."""
-    return [tensor.numpy().tobytes() for tensor in tensors]
 
 
 class ImageRows:
