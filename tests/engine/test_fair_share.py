@@ -1,13 +1,12 @@
 """An HTTP request of many answers leaves room in each step, and its answers do not change."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine, GetTiny
 from tests.engine.one_step import FEW_STEPS, random_ids
 from vllm_dllm.scheduling import fair_share
 
@@ -24,8 +23,8 @@ def params(n: int, **options: Any) -> SamplingParams:
 @pytest.fixture(params=[False, True], ids=["waiting", "asynchronous"])
 def served(
     request: pytest.FixtureRequest,
-    tiny: Callable[[int], Path],
-    engine: Callable[..., Engine],
+    tiny: GetTiny,
+    engine: GetEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Engine]:
     monkeypatch.setattr(fair_share, "REMEMBERED_STEPS", 2)  # its answers take few steps

@@ -1,13 +1,12 @@
 """A busy server finishes canvases sooner, of those requests that allow it and of no others."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine
 
 ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()][::60]
 STAGES = [{"canvases": 3, "stability_threshold": 0, "confidence_threshold": 0.01}]
@@ -18,7 +17,7 @@ Answers = list[tuple[str, list[list[int]]]]
 
 
 @pytest.fixture(scope="module")
-def served(engine: Callable[..., Engine]) -> Engine:
+def served(engine: GetEngine) -> Engine:
     settings = {"load_stages": STAGES}
     return engine(Path(TRAINED), settings, diffusion_config={"canvas_length": 64})
 

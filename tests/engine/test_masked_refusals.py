@@ -1,6 +1,5 @@
 """What masked models refuse: requests, servers, and checkpoints of other variants."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine
 from tests.engine.masked_requests import GetMade
 from vllm_dllm import plugin
 
@@ -29,11 +28,7 @@ SCHEDULE = {"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}
     ],
 )
 def test_refused_requests(
-    engine: Callable[..., Engine],
-    made: GetMade,
-    family: str,
-    options: dict[str, Any],
-    error: str,
+    engine: GetEngine, made: GetMade, family: str, options: dict[str, Any], error: str
 ) -> None:
     model = engine(made(family, 32).checkpoint, max_model_len=110, block_size=32)
     with pytest.raises(VLLMValidationError, match=error):

@@ -1,13 +1,12 @@
 """Pinned positions keep the caller's tokens while the first canvas is denoised, and no longer."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine, GetTiny
 from tests.engine.one_step import random_ids
 
 PINS = [0, 5, 6, 31]
@@ -15,7 +14,7 @@ Answer = Callable[..., tuple[list[dict[str, Any]], list[int]]]
 
 
 @pytest.fixture
-def answer(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Answer:
+def answer(engine: GetEngine, tiny: GetTiny) -> Answer:
     """The steps of a request that pins these positions of a canvas, and its tokens."""
     served = engine(tiny(64))
 

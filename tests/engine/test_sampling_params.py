@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,7 @@ from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine
 
 pytestmark = pytest.mark.numerics
 
@@ -21,7 +20,7 @@ PROMPT = ROWS[0]["messages"]
 
 
 @pytest.fixture(scope="module")
-def served(engine: Callable[..., Engine]) -> Engine:
+def served(engine: GetEngine) -> Engine:
     return engine(TRAINED, settings={"fit_canvas": True}, max_num_seqs=16, max_model_len=512)
 
 
