@@ -89,7 +89,7 @@ def _register_models() -> None:
 def _install_admission() -> None:
     """Installs the admission of requests, the checks of HTTP bodies, the parsers of answers, and
     the counts in `usage`."""
-    from vllm_dllm.compat import admission, http, parsers, usage
+    from vllm_dllm.compat import admission, http, metrics, parsers
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error
     from vllm_dllm.requests.prediction import make_accepted_token_counter
@@ -104,4 +104,4 @@ def _install_admission() -> None:
         ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
         ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
     )
-    usage.patch_usage()
+    metrics.patch_usage()

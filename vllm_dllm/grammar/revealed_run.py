@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.cutting import cut_to_fit
+from vllm_dllm.grammar.canvas import cut_to_fit
 from vllm_dllm.grammar.rows import LegalPath, has_one_token, mask_of_tokens, only_token
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, mask_with_few_spaces

@@ -51,7 +51,7 @@ class GrammarState:
         """Characters of whitespace in the tokens of whitespace alone that came last."""
         self.plan: list[int] | None = None
         """Tokens that complete the answer from here, if some are known."""
-        # Caches of `completion.find_completion` and `cutting._find_tail`, by their arguments.
+        # Caches of `completion.find_completion` and `canvas._find_tail`, by their arguments.
         self.known_completions: dict[int, list[int] | None] = {}
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 

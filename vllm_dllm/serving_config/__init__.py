@@ -34,9 +34,9 @@ from vllm_dllm.serving_config.checks import (
     check_weight_files,
     choose_cuda_graphs,
     default_max_num_seqs,
+    prefer_tuned_kernel,
     prepare_images,
 )
-from vllm_dllm.serving_config.experts import prefer_tuned_kernel
 
 logger = init_logger(__name__)
 

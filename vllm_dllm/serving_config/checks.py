@@ -1,5 +1,6 @@
 """Start-up checks of what no diffusion model can be served with, room for images, how many requests
-are served at once, and which steps become CUDA graphs."""
+are served at once, which steps become CUDA graphs, and which of vLLM's kernels runs the experts,
+where that was measured on such a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
+from vllm_dllm.config import tiles
 from vllm_dllm.config.step_sizes import capture_sizes, max_canvases_per_step
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization import modelopt
@@ -92,7 +94,7 @@ def prepare_images(vllm_config: VllmConfig) -> None:
     Where images cannot be served, leaves out the vision tower and logs why.
     """
     # Not for the start of other servers.
-    from vllm_dllm.requests.media_url import use_careful_connector
+    from vllm_dllm.requests.media_bytes import use_careful_connector
 
     config, mm_config = vllm_config.scheduler_config, vllm_config.model_config.multimodal_config
     assert mm_config is not None
@@ -203,3 +205,46 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         most = min(most, max_canvases_per_step(budget, canvas_length))
     return most
+
+
+logger = init_logger(__name__)
+
+
+def prefer_tuned_kernel(vllm_config: VllmConfig, folder: Path = tiles.FOLDER) -> None:
+    """Sets `--moe-backend triton` in `vllm_config`, in place, where we ship tile sizes for the
+    model's FP8 experts on this GPU. Does nothing without an NVIDIA GPU, if the user named a
+    backend, and where `tiles.may_replace_experts` says no."""
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not current_platform.is_cuda() or vllm_config.kernel_config.moe_backend != "auto":
+        return
+    experts = getattr(model_config.hf_text_config, "num_experts", None)
+    if not experts or not _is_fp8_by_channel(model_config.hf_config):
+        return
+    if not tiles.may_replace_experts(vllm_config, folder):
+        return
+    from vllm_dllm.compat.experts import name_tiles_file  # takes seconds
+
+    width = model_config.hf_text_config.moe_intermediate_size
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    ranks *= parallel.prefill_context_parallel_size
+    if parallel.enable_expert_parallel:
+        experts //= ranks
+    else:
+        width //= ranks
+    if (tiles.FOLDER / name_tiles_file(experts, width, "fp8_w8a8")).exists():
+        vllm_config.kernel_config.moe_backend = "triton"
+        logger.info(
+            "Experts run vLLM's Triton kernel (--moe-backend triton), with tile sizes for canvases "
+            "that were measured on such a GPU."
+        )
+
+
+def _is_fp8_by_channel(config: Any) -> bool:
+    """Whether a checkpoint's weights are FP8 with a scale for each output channel, as
+    compressed-tensors writes them. `config`: its configuration."""
+    found = getattr(config, "quantization_config", None) or {}
+    weights = [group.get("weights") or {} for group in found.get("config_groups", {}).values()]
+    return bool(weights) and all(
+        (each.get("type"), each.get("num_bits"), each.get("strategy")) == ("float", 8, "channel")
+        for each in weights
+    )

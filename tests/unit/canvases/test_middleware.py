@@ -11,8 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed
-from vllm_dllm.canvases.interleaving import InterleavedStream
+from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed, InterleavedStream
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED, pack_canvases, pack_end

@@ -9,12 +9,13 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
 from vllm_dllm.config.extension import RequestLimits
-from vllm_dllm.requests.limits import check_request_limits, check_token_limits
-from vllm_dllm.requests.numbers import (
+from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_first_token,
     check_numbers,
+    check_request_limits,
     check_sampler_limits,
+    check_token_limits,
 )
 from vllm_dllm.requests.options import RequestOptions
 

@@ -20,8 +20,12 @@ from vllm_dllm.requests.media import (
     sample_frame_indices,
     sample_frames,
 )
-from vllm_dllm.requests.media_bytes import MAX_FILE_FRAMES, MAX_FRAME_PIXELS, EvenFramesBackend
-from vllm_dllm.requests.media_url import CONNECTOR
+from vllm_dllm.requests.media_bytes import (
+    CONNECTOR,
+    MAX_FILE_FRAMES,
+    MAX_FRAME_PIXELS,
+    EvenFramesBackend,
+)
 
 
 def jpegs(images: list[Image.Image]) -> str:

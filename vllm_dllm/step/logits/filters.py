@@ -212,7 +212,13 @@ class LogitFilters:
         if it has none."""
         slot = int(batch.slots_np[i])
         rules = self._rules.get(slot) or LogitRules()
-        before = self._tokens_before(slot, start, rules.bad_words.reach)
+        # Tokens before the canvas that its bad words may begin with; NO_TOKEN in the prompt.
+        positions = start - (reach := rules.bad_words.reach)
+        positions = positions + torch.arange(reach, device=self.device)
+        tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
+        before = torch.where(
+            positions >= int(self.req_states.prompt_len.np[slot]), tokens, NO_TOKEN
+        )
         return CanvasRules(rules, start, guess, before, kept, lead)
 
     def truncate(
@@ -264,11 +270,3 @@ class LogitFilters:
                 block = blocks[i, :length].to(tokens.dtype)
                 is_emitted = _positions(length, self.device) < emitted[i]
                 tokens[positions] = torch.where(is_emitted, block, tokens[positions])
-
-    def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
-        """Returns [count] int64: the tokens of the slot's request before position `start` ([]
-        int64). Those of the prompt are NO_TOKEN."""
-        positions = start - count + torch.arange(count, device=self.device)
-        tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
-        is_own = positions >= int(self.req_states.prompt_len.np[slot])
-        return torch.where(is_own, tokens, NO_TOKEN)

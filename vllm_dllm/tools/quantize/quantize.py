@@ -84,7 +84,15 @@ def quantize(
     if out is None:
         raise InputError("expected the folder to write to (-o OUT), or --dry-run")
     partial = resumable.partial_folder(out)
-    _check_calibration(scheme, calibration)
+    if scheme == "nvfp4" and calibration is None:
+        raise InputError(
+            "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
+            "the model denoises answers to them"
+        )
+    if scheme != "nvfp4" and calibration is not None:
+        raise InputError(
+            f"{scheme} takes no --calibration: inputs are scaled token by token when served"
+        )
     prompts: list[list[int]] = []
     if calibration is not None:
         config = DiffusionGemmaConfig.from_dict(source.config)
@@ -110,19 +118,6 @@ def quantize(
                 _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
     _write_rest(source, plan, partial)
     resumable.finish_run(partial, out, WORKING_FILES)
-
-
-def _check_calibration(scheme: str, calibration: Path | None) -> None:
-    """Raises InputError if nvfp4 has no --calibration, or another scheme has one."""
-    if scheme == "nvfp4" and calibration is None:
-        raise InputError(
-            "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
-            "the model denoises answers to them"
-        )
-    if scheme != "nvfp4" and calibration is not None:
-        raise InputError(
-            f"{scheme} takes no --calibration: inputs are scaled token by token when served"
-        )
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:

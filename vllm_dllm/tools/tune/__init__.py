@@ -61,7 +61,14 @@ def run(checkpoint: Path, **options: Any) -> None:
         InputError, ServerError: an option cannot be used, or the server failed.
     """
     settings = Settings(**options)
-    _check(checkpoint, settings)
+    check_checkpoint(checkpoint)
+    settings.check(LEAST_PROMPTS)
+    if settings.trials < 1:
+        raise InputError(f"--trials must be at least 1, got {settings.trials}")
+    if not 0 <= settings.max_loss < 100:
+        raise InputError(
+            f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
+        )
     space = Space(checkpoint, settings.serve_options or ())
     asked = asdict(settings)
     del asked["trials"], asked["max_loss"], asked["out"]  # may differ when a stopped run continues
@@ -89,18 +96,6 @@ def run(checkpoint: Path, **options: Any) -> None:
     _write(partial, checkpoint, space, settings, tried, confirmed, console)
     resumable.finish_run(partial, settings.out, WORKING_FILES)
     console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
-
-
-def _check(checkpoint: Path, settings: Settings) -> None:
-    """Raises InputError or ServerError for a checkpoint or settings that cannot be used."""
-    check_checkpoint(checkpoint)
-    settings.check(LEAST_PROMPTS)
-    if settings.trials < 1:
-        raise InputError(f"--trials must be at least 1, got {settings.trials}")
-    if not 0 <= settings.max_loss < 100:
-        raise InputError(
-            f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
-        )
 
 
 def _load(settings: Settings) -> tuple[Task, Sequence[int], Sequence[int]]:
@@ -188,25 +183,19 @@ def _search_and_confirm(
         own = next(t for t in tried if t.is_own)
         candidates = [own, *(t for t in pareto_front(tried) if t is not own)]
         confirming = progress.add_task("confirming", total=len(candidates))
-        found: list[Measured] = []
+        file, found = partial / CONFIRMED_FILE, []
+        known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
         for candidate in candidates:
-            found.append(_confirm(partial / CONFIRMED_FILE, candidate, halves[1], measure))
+            if (key := str(candidate.number)) not in known:
+                known[key] = asdict(measure(halves[1], candidate.keys))
+                resumable.write_json(file, known)
+            found.append(Measured.from_json(known[key]))
             progress.advance(confirming)
     confirmed = [
         Confirmed.compared_with(found[0], candidate, measured)
         for candidate, measured in zip(candidates, found, strict=True)
     ]
     return tried, sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
-
-
-def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure) -> Measured:
-    """Returns what `file` has measured of this trial on `prompts`. If it has nothing, measures the
-    trial and adds it to the file."""
-    known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
-    if (key := str(tried.number)) not in known:
-        known[key] = asdict(measure(prompts, tried.keys))
-        resumable.write_json(file, known)
-    return Measured.from_json(known[key])
 
 
 def _write(
