@@ -63,7 +63,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "a server and its clients": (
         "server/test_openai.py",
-        "server/test_parameters.py",
         "server/test_bad_input.py",
         "server/test_predictions.py",
         "server/test_structured_outputs.py::test_response_format",

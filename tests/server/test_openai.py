@@ -89,3 +89,12 @@ def test_every_kernel_of_a_step_is_native(server: Server) -> None:
     chat(server, max_tokens=2 * CANVAS, logprobs=True, top_logprobs=2)
     chat(server, max_tokens=CANVAS, extra_body={"top_k": 5, "top_p": 0.9})
     assert "runs in Triton's interpreter" not in server.log.read_text()
+
+
+def test_n(server: Server) -> None:
+    odd = "kq 7 {w: 3 zx"  # unlike anything it was trained on: the answer depends on the noise
+    noisy = {"diffusion_max_steps": 3, "diffusion_t_min": 1.0, "diffusion_t_max": 2.0}
+    options = {"extra_body": {"vllm_xargs": noisy}, "max_tokens": CANVAS}
+    several = [c.message.content for c in chat(server, odd, seed=1, n=4, **options).choices]
+    each = [chat(server, odd, seed=1 + i, **options).choices[0].message.content for i in range(4)]
+    assert several == each and len(set(several)) > 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.step.batches import canvas_batch
-from tests.unit.step.worker import Worker, noise, sure
+from tests.unit.step.worker import V, Worker, noise, sure
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.step.asked.settings import LoadStages
@@ -76,6 +76,36 @@ def test_when_a_canvas_is_finished(worker: GetWorker, settings: dict[str, Any], 
     one.admit("a", **asked(**settings))
     emitted = [one.step({"a": sure(BLOCK, 15.0)}).emitted["a"] for _ in range(steps)]
     assert emitted == [[]] * (steps - 1) + [BLOCK]
+
+
+ALL_30, ALL_31, FIRST_30 = [30] * 2 * C, [31] * 2 * C, [30] * C + [31] * C
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({}, ALL_30),
+        ({"presence_penalty": 2.0}, FIRST_30),
+        ({"frequency_penalty": 0.5}, FIRST_30),
+        ({"repetition_penalty": 4.0}, FIRST_30),
+        ({"logit_bias": {31: 2.0}}, ALL_31),
+        ({"allowed_token_ids": [31, 32]}, ALL_31),
+        ({"bad_words": [[30]]}, ALL_31),
+        ({"bad_words": [[30, 30]]}, [30, 31] * C),
+        ({"min_tokens": 2 * C, "stop_token_ids": [30]}, ALL_31),
+    ],
+    ids=str,
+)
+def test_rules_of_tokens(worker: GetWorker, options: dict[str, Any], answer: list[int]) -> None:
+    """The model's first choice is 30 and its second 31, everywhere."""
+    one = worker()
+    one.admit("a", **options, diffusion_max_steps=1)
+    for _ in range(2):
+        known = len(one.requests["a"].tokens) - one.requests["a"].computed
+        says = torch.zeros(known + C, V)
+        says[:, 30:32] = torch.tensor([13.0, 12.0])
+        one.step({"a": says})
+    assert one.answer("a") == answer
 
 
 def test_the_servers_own_settings_change_nothing(worker: GetWorker) -> None:
