@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 from tests import tolerances
 from tests.unit.step.batches import canvas_batch
 from tests.unit.step.worker import C, V, Worker, noise, params, sure
-from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.denoise.step import temperature
 from vllm_dllm.requests.options import load_options
 from vllm_dllm.step.asked.logprobs import StepLogprobs
 from vllm_dllm.step.registry import NewRequest

@@ -15,8 +15,7 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
-from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step, temperature
 from vllm_dllm.step.asked.grammars import Legal
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings, reveal_rule
 from vllm_dllm.step.batch import CanvasBatch
