@@ -9,7 +9,7 @@ import torch
 from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine, GetEngine, preemptions
+from tests.engine.conftest import Engine, preemptions
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
@@ -92,6 +92,7 @@ class Made(NamedTuple):
     reference: Any
 
 
+GetEngine = Callable[..., Engine]
 GetMade = Callable[[str, int], Made]
 
 
@@ -215,7 +216,7 @@ def mixed_params(family: str) -> list[SamplingParams]:
     return mixed
 
 
-def each_alone(engine: GetEngine, checkpoint: Path, family: str) -> list[Trajectory]:
+def each_alone(engine: Callable[..., Engine], checkpoint: Path, family: str) -> list[Trajectory]:
     """Of `MANY`, each alone and its prompt read at once."""
     model = engine(checkpoint, enable_prefix_caching=False)
     return [
@@ -247,7 +248,7 @@ neighbours = pytest.mark.parametrize(
 
 
 def assert_as_alone(
-    engine: GetEngine,
+    engine: Callable[..., Engine],
     checkpoint: Path,
     family: str,
     undisturbed: list[Trajectory],  # by `each_alone`

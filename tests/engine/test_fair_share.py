@@ -1,12 +1,13 @@
 """An HTTP request of many answers leaves room in each step, and its answers do not change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine, GetEngine, GetTiny
+from tests.engine.conftest import Engine
 from tests.engine.one_step import FEW_STEPS, random_ids
 from vllm_dllm.scheduling import fair_share
 
@@ -23,8 +24,8 @@ def params(n: int, **options: Any) -> SamplingParams:
 @pytest.fixture(params=[False, True], ids=["waiting", "asynchronous"])
 def served(
     request: pytest.FixtureRequest,
-    tiny: GetTiny,
-    engine: GetEngine,
+    tiny: Callable[[int], Path],
+    engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Engine]:
     monkeypatch.setattr(fair_share, "REMEMBERED_STEPS", 2)  # its answers take few steps

@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 from vllm import RequestOutput, SamplingParams
 
-from tests.engine.conftest import Engine, GetEngine, preemptions
-from tests.engine.masked_requests import VOCABULARY, GetMade
+from tests.engine.conftest import Engine, preemptions
+from tests.engine.masked_requests import VOCABULARY, GetEngine, GetMade
 from tests.engine.one_step import random_ids
 from tests.engine.test_grammars import KINDS, is_person, of, xargs
 from tests.unit.grammar.canvases import SCHEMAS

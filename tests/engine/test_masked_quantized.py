@@ -1,6 +1,7 @@
 """Quantised masked models are served as their references compute them with the same roundings."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from vllm import RequestOutput
 
 from tests import tolerances
 from tests.engine import quantized
-from tests.engine.conftest import GetEngine
+from tests.engine.conftest import Engine
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.masked import Reference, Rule, make_checkpoint
 from tests.engine.masked_requests import FAMILIES, VOCABULARY, params_of
@@ -37,7 +38,7 @@ PROMPTS = [random_ids((1, 2, 3, 5, 6)[seed % 5], VOCABULARY, seed) for seed in r
         for scheme in FORMATS
     ],
 )
-def test_one_step(engine: GetEngine, tmp_path: Path, family: str, scheme: str) -> None:
+def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, scheme: str) -> None:
     """A number halfway between two of the format's goes either way, with the last bit of a sum. The
     reference then moves with inputs that are off by as much, too; only such answers may differ."""
     architecture, kind, *_ = FAMILIES[family]

@@ -1,6 +1,7 @@
 """The trained masked checkpoint decodes as the published loop does, and is right."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.conftest import HELD_OUT, GetEngine, chat_tokens
+from tests.engine.conftest import HELD_OUT, Engine, chat_tokens
 from tests.engine.masked import Reference, Rule
 from tests.paths import CHECKPOINTS
 from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
@@ -34,7 +35,7 @@ def model() -> torch.nn.Module:
 
 @pytest.mark.parametrize(("block_length", "stride"), [(4, 23), (32, 23)])
 def test_trajectories_and_answers(
-    engine: GetEngine, model: torch.nn.Module, block_length: int, stride: int
+    engine: Callable[..., Engine], model: torch.nn.Module, block_length: int, stride: int
 ) -> None:
     """Tokens are revealed in the same steps, except where a probability is so close to the
     threshold that rounding decides; so answers are compared, and how many of them are right."""
@@ -59,7 +60,7 @@ def test_trajectories_and_answers(
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "int8", "w4a16"])
-def test_a_quantised_copy(engine: GetEngine, tmp_path: Path, scheme: str) -> None:
+def test_a_quantised_copy(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> None:
     """Made by `vllm-dllm quantize`; it answers as the original does."""
     copy = tmp_path / "copy"
     quantize(SDAR, scheme, copy, None)

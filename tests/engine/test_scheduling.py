@@ -1,14 +1,15 @@
 """What the scheduler does to a request never shows in its tokens, nor in which process it runs."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine, GetEngine, GetTiny, preemptions
+from tests.engine.conftest import Engine, preemptions
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
@@ -120,7 +121,7 @@ def assert_undisturbed(answers: list[Answer], undisturbed: Undisturbed) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine: GetEngine, tiny: GetTiny) -> Undisturbed:
+def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Undisturbed:
     """Each request alone, without async scheduling."""
     served = engine(tiny(64), settings=FITTED, max_num_seqs=1)
     runs: list[list[Answer]] = []
@@ -144,7 +145,10 @@ def undisturbed(engine: GetEngine, tiny: GetTiny) -> Undisturbed:
     ],
 )
 def test_tokens_are_those_of_an_undisturbed_run(
-    engine: GetEngine, tiny: GetTiny, undisturbed: Undisturbed, options: dict[str, Any]
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    undisturbed: Undisturbed,
+    options: dict[str, Any],
 ) -> None:
     served = engine(tiny(64), settings=FITTED, disable_log_stats=False, **options)
     assert_undisturbed(answers_of(served), undisturbed)
@@ -154,7 +158,10 @@ def test_tokens_are_those_of_an_undisturbed_run(
 
 
 def test_asynchronous_scheduling(
-    engine: GetEngine, tiny: GetTiny, undisturbed: Undisturbed, asynchronous: None
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    undisturbed: Undisturbed,
+    asynchronous: None,
 ) -> None:
     served = engine(tiny(64), settings=FITTED, async_scheduling=True)
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler

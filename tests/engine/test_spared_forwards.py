@@ -1,10 +1,13 @@
 """A prompt shares its first canvas' forward, a commit the next canvas', and the last canvas is not
 committed."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine, GetEngine, GetTiny, cached_tokens
+from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.one_step import FEW_STEPS, random_ids
 from vllm_dllm.compat.metrics import pop_step_counts
 
@@ -31,7 +34,9 @@ def forwards_of(
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_forwards_of_an_answer(engine: GetEngine, tiny: GetTiny, blocks: int) -> None:
+def test_forwards_of_an_answer(
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], blocks: int
+) -> None:
     served = engine(tiny(64), **COUNTED)
     steps = FEW_STEPS["diffusion_max_steps"]
     assert forwards_of(served, 40, blocks) == blocks * steps
@@ -39,7 +44,7 @@ def test_forwards_of_an_answer(engine: GetEngine, tiny: GetTiny, blocks: int) ->
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_forwards_with_asynchronous_scheduling(
-    engine: GetEngine, tiny: GetTiny, asynchronous: None, blocks: int
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], asynchronous: None, blocks: int
 ) -> None:
     """A commit between two blocks, and at the end a step that was on its way."""
     served = engine(tiny(64), async_scheduling=True, **COUNTED)
@@ -49,8 +54,8 @@ def test_forwards_with_asynchronous_scheduling(
 
 @pytest.mark.parametrize(("room", "ahead"), [(0, 0), (1, 0), (CANVAS - 1, 0), (CANVAS, 1)])
 def test_no_step_is_scheduled_ahead_and_repeated_at_the_end_of_the_context(
-    engine: GetEngine,
-    tiny: GetTiny,
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
     asynchronous: None,
     room: int,  # tokens, behind the answer
     ahead: int,
@@ -64,7 +69,7 @@ def test_no_step_is_scheduled_ahead_and_repeated_at_the_end_of_the_context(
 
 @pytest.mark.parametrize("commits_last", [False, True])
 def test_a_stop_that_cannot_be_foreseen_is_not_committed(
-    engine: GetEngine, tiny: GetTiny, commits_last: bool
+    engine: Callable[..., Engine], tiny: Callable[[int], Path], commits_last: bool
 ) -> None:
     """Nor is its block found in the prefix cache, which has a denoising step's keys and values."""
     options = {
@@ -99,7 +104,7 @@ def test_a_stop_that_cannot_be_foreseen_is_not_committed(
 
 
 def test_a_prompt_that_fills_the_token_budget_is_prefilled_alone(
-    engine: GetEngine, tiny: GetTiny
+    engine: Callable[..., Engine], tiny: Callable[[int], Path]
 ) -> None:
     served = engine(tiny(64), max_num_batched_tokens=96, **COUNTED)
     steps = FEW_STEPS["diffusion_max_steps"]
@@ -110,7 +115,10 @@ def test_a_prompt_that_fills_the_token_budget_is_prefilled_alone(
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "asynchronous"])
 def test_the_last_canvas_is_as_wide_as_what_may_still_come(
-    engine: GetEngine, tiny: GetTiny, asynchronous: None, is_ahead: bool
+    engine: Callable[..., Engine],
+    tiny: Callable[[int], Path],
+    asynchronous: None,
+    is_ahead: bool,
 ) -> None:
     """Also where the step after a block was scheduled before its end was known."""
     ahead = {"async_scheduling": True} if is_ahead else {}

@@ -1,13 +1,12 @@
 """How far a step takes each canvas: limits of steps, what is emitted, committed or taken back, and
 slots that others had before."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.step.worker import CONTEXT, C, Worker, noise, sure
+from tests.unit.step.worker import CONTEXT, C, GetWorker, Worker, noise, sure
 
 BLOCK, OTHER = [21, 22, 23, 24], [31, 32, 33, 34]
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -15,7 +14,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "the last": {"max_tokens": C},
     "stops": {"stop_token_ids": [5, 23]},
 }
-GetWorker = Callable[..., Worker]
 
 
 def state(worker: Worker, req_id: str) -> list[list[float]]:

@@ -1,14 +1,13 @@
 """Which rows of a step belong to which canvas, and what its request's settings, and the load, do to
 it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.step.batches import canvas_batch
-from tests.unit.step.worker import V, Worker, noise, sure
+from tests.unit.step.worker import GetWorker, V, noise, sure
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.step.asked.settings import LoadStages
@@ -55,7 +54,6 @@ def test_without_stages_none_is_reached() -> None:
 
 
 C, BLOCK = 4, [21, 22, 23, 24]
-GetWorker = Callable[..., Worker]
 
 
 def asked(**options: Any) -> dict[str, Any]:
