@@ -86,7 +86,11 @@ class _BestFirstSearch:
             if isinstance(item, _NextTokens):
                 self._extend_by_cheapest_token(item)
             elif isinstance(item, _Alternative):
-                self._push_alternative_tokens(item)
+                state = item.beginning.state.copy()
+                state.consume_tokens(item.guesses)
+                tokens = item.beginning.tokens + item.guesses
+                extended = _Beginning(state, tokens, item.beginning.cost_nats)
+                self._push_next_tokens(extended, but_best_guess=True)
             elif item.state.has_ended or len(item.tokens) == self._num_rows:
                 return FoundPath(item.tokens, item.cost_nats)
             else:
@@ -117,14 +121,6 @@ class _BestFirstSearch:
                 self._push(beginning.cost_nats, self._num_rows, beginning)
                 return
         self._push_next_tokens(beginning, but_best_guess=False)
-
-    def _push_alternative_tokens(self, alternative: _Alternative) -> None:
-        """Queues the legal tokens of an alternative's row, except the row's best guess."""
-        beginning, guesses = alternative.beginning, alternative.guesses
-        state = beginning.state.copy()
-        state.consume_tokens(guesses)
-        extended = _Beginning(state, beginning.tokens + guesses, beginning.cost_nats)
-        self._push_next_tokens(extended, but_best_guess=True)
 
     def _push_next_tokens(self, beginning: _Beginning, *, but_best_guess: bool) -> None:
         """Queues the legal tokens after a beginning; with `but_best_guess` without the row's best
