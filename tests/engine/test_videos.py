@@ -1,10 +1,8 @@
 """Prompts with videos equal transformers' DiffusionGemma, whose processor makes timed frames of
 them: what they have and images have not. The rest is in `test_images.py`."""
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from checkpoints.recipes.tokenizer import VIDEO_ID
 from tests.engine import reference
@@ -69,18 +67,3 @@ def test_cache_hits_are_by_what_a_video_shows_and_when(engine: GetEngine, seeing
     assert hits(fork) % 32 == 0
     read = read_one_step(served, [fork], [canvas], from_cache=True)
     assert_equal_to_reference(model, [fork], [canvas], read)
-
-
-def test_arrays_that_are_no_videos(engine: GetEngine, seeing: GetTiny) -> None:
-    served = engine(seeing(16), **PREFILLS["plain"])
-    frames, metadata = random_video(3, (20, 20), seed=1)
-    for video, complaint in [
-        ((frames.astype(np.float32), metadata), "array of uint8"),
-        ((frames[:, :, :, :1], metadata), r"array of uint8 .* got uint8 \[3, 20, 20, 1\]"),
-        ((frames[:0], metadata | {"frames_indices": []}), "array of uint8"),
-        ((frames[:2], metadata), "each of its 2 frames, got 3"),
-        (frames, "metadata is required"),
-    ]:
-        prompt = {"prompt_token_ids": [VIDEO_ID], "multi_modal_data": {"video": [video]}}
-        with pytest.raises((VLLMValidationError, ValueError), match=complaint):
-            served.llm.generate(prompt, use_tqdm=False)

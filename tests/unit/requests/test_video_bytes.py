@@ -164,6 +164,20 @@ def test_arrays_of_more_frames_are_thinned_out() -> None:
         assert sample_frames(frames[:2], {"fps": fps}, 32)[1] == [0, 1 / 24]
 
 
+@pytest.mark.parametrize(
+    ("change", "indices", "complaint"),
+    [
+        (lambda frames: frames.astype(np.float32), None, "array of uint8"),
+        (lambda frames: frames[..., :1], None, r"uint8 .* got uint8 \[3, 48, 64, 1\]"),
+        (lambda frames: frames[:0], [], "array of uint8"),
+        (lambda frames: frames[:2], [0, 1, 2], "each of its 2 frames, got 3"),
+    ],
+)
+def test_arrays_that_are_no_videos(change: Any, indices: list[int], complaint: str) -> None:
+    with pytest.raises(VLLMValidationError, match=complaint):
+        sample_frames(change(np.stack(grey_frames(3))), {"frames_indices": indices}, 32)
+
+
 def test_timestamps() -> None:
     found = [format_timestamp(seconds) for seconds in (0, 59.99, 60, 3725.5)]
     assert found == ["00:00", "00:59", "01:00", "62:05"]
