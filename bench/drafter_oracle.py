@@ -14,8 +14,7 @@ def best_widths(
     """τ of every fixed verify width of `num_drafts` drafted tokens, and of the width that needs the
     fewest verifications for each prompt: offline, in fp32."""
     from vllm_dllm.tools.drafter.offline import mean_length, replay
-    from vllm_dllm.tools.drafter.reference import load_drafter
-    from vllm_dllm.tools.drafter.target_states import load_target
+    from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 
     replayed = replay(
         load_target(target, "cpu"), load_drafter(drafter), prompts, answers, num_drafts

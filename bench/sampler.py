@@ -82,8 +82,7 @@ class Inputs:
 def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise import noise
     from vllm_dllm.denoise.row_stats import RowStats
-    from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step
-    from vllm_dllm.denoise.temperature import temperature
+    from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step, temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
     from vllm_dllm.step.logits.sampling_memory import SamplingMemory
     from vllm_dllm.step.logits.soft_embedding import SoftEmbedding

@@ -27,7 +27,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "steps in few launches": ("engine/test_fused_steps.py::test_every_step_is_fused[one canvas]",),
     "sampling parameters": ("engine/test_sampling_params.py",),
     "first canvases and predictions of a client": (
-        "engine/test_pins.py",
         "engine/test_predictions.py::test_a_right_prediction_saves_steps",
     ),
     "grammars": (
@@ -44,7 +43,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-False]",
         "engine/test_verified.py::test_decisions[few tokens]",
         "engine/test_blocks_in_flight.py::test_decisions[in turn-SDAR",
-        "engine/test_masked_refusals.py::test_refused_requests[SDAR",
         "engine/test_masked_refusals.py::test_refused_servers",
         "engine/test_masked_refusals.py::test_refused_variants",
     ),
@@ -59,14 +57,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_drafters.py::test_same_answers_as_the_target_alone",
         "engine/test_drafters.py::test_acceptance_length",
     ),
-    "stages of load": ("engine/test_load.py",),
     "aborts": ("engine/test_abort.py",),
     "adapters": (
         "engine/test_adapters.py::test_mixed_batch_is_answered_as_by_merged_checkpoints[SDAR]",
     ),
     "a server and its clients": (
         "server/test_openai.py",
-        "server/test_parameters.py",
         "server/test_bad_input.py",
         "server/test_predictions.py",
         "server/test_structured_outputs.py::test_response_format",

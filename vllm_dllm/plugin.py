@@ -22,7 +22,9 @@ def register() -> None:
     With a vLLM that is not supported, logs that and installs only a placeholder for DiffusionGemma,
     which raises an error when a server loads it.
     """
-    _log_like_vllm()
+    # Ours are children of vLLM's logger, so that they have its handlers and level, even if vLLM
+    # configures logging later.
+    logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")
     # A placeholder until the end of `_install`. If that fails, vLLM logs it and goes on, and would
     # serve its own class of this name.
     ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")
@@ -42,7 +44,7 @@ def _install() -> None:
     from vllm.platforms import current_platform
 
     from vllm_dllm import attention
-    from vllm_dllm.compat import ending, logprobs, metrics, prompt_logprobs
+    from vllm_dllm.compat import ending, logprobs, metrics
     from vllm_dllm.compat.attention import register_custom_attention_backend
     from vllm_dllm.config import canvas_feeds
     from vllm_dllm.metrics.prometheus import CanvasMetrics, DraftMetrics
@@ -50,7 +52,7 @@ def _install() -> None:
 
     _register_models()
     _install_admission()
-    prompt_logprobs.cache_token_texts()
+    logprobs.cache_token_texts()
     logprobs.return_revealed_steps()
     ending.stop_gracefully()
     metrics.set_metrics(CanvasMetrics, DraftMetrics)
@@ -87,7 +89,7 @@ def _register_models() -> None:
 def _install_admission() -> None:
     """Installs the admission of requests, the checks of HTTP bodies, the parsers of answers, and
     the counts in `usage`."""
-    from vllm_dllm.compat import admission, http, parsers, usage
+    from vllm_dllm.compat import admission, http, metrics, parsers
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error
     from vllm_dllm.requests.prediction import make_accepted_token_counter
@@ -102,10 +104,4 @@ def _install_admission() -> None:
         ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
         ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
     )
-    usage.patch_usage()
-
-
-def _log_like_vllm() -> None:
-    """Makes our loggers children of vLLM's logger, so that they have its handlers and level, even
-    if vLLM configures logging later."""
-    logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")
+    metrics.patch_usage()

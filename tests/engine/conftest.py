@@ -16,6 +16,7 @@ from tests.paths import CHECKPOINTS
 
 TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
 HELD_OUT = CHECKPOINTS / "held_out.jsonl"
+GetTiny = Callable[[int], Path]
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
@@ -38,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def seeing(tiny: Callable[..., Path]) -> Callable[[int], Path]:
+def seeing(tiny: Callable[..., Path]) -> GetTiny:
     """The same, which serves images and videos."""
     return partial(tiny, sees=True)
 
@@ -94,6 +95,9 @@ class Engine:
         return list(found.values())
 
 
+GetEngine = Callable[..., Engine]
+
+
 def cached_tokens(engine: Engine, prompt: list[int]) -> int:
     params = SamplingParams(
         max_tokens=1, extra_args={"diffusion_max_steps": 1, "diffusion_read_only": True}
@@ -107,7 +111,7 @@ def preemptions(engine: Engine) -> float:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEngine]:
     """Starts engines of the given checkpoint and options; one at a time, the last one is kept."""
     running: dict[str, Engine] = {}
     process = ExitStack()

@@ -1,14 +1,11 @@
 """An aborted request has no part in the step after."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine, GetTiny
 
 
-def test_no_step_after_an_abort(tiny: Callable[[int], Path], engine: Callable[..., Engine]) -> None:
+def test_no_step_after_an_abort(tiny: GetTiny, engine: GetEngine) -> None:
     served = engine(tiny(16))
     core = served.llm.llm_engine
     params = SamplingParams(max_tokens=96, ignore_eos=True, seed=1)

@@ -1,7 +1,7 @@
 """LoRA adapters: in a batch of several and none, each request is answered as by the checkpoint that
 its adapter is merged into."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from tests import tolerances
 from tests.adapters import Weights, make_adapter
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine
 from tests.engine.drafters import started
 from tests.engine.masked import Reference, Trajectory
 from tests.engine.masked_requests import RULES, VOCABULARY, make, params_of, served
@@ -21,7 +21,7 @@ from tests.engine.parting import first_parting
 from tests.engine.rounding import noisy_model
 from tests.engine.test_drafters import TARGET, chat_prompts
 from tests.engine.test_drafters import engine as with_drafter
-from vllm_dllm.tools.drafter.target_states import load_target
+from vllm_dllm.tools.drafter.reference import load_target
 
 pytestmark = pytest.mark.numerics
 
@@ -52,7 +52,7 @@ def merged(model: torch.nn.Module, added: Weights) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_mixed_batch_is_answered_as_by_merged_checkpoints(
-    engine: Callable[..., Engine], tmp_path: Path, family: str
+    engine: GetEngine, tmp_path: Path, family: str
 ) -> None:
     """The same prompts to all, so that the prefix cache must tell them apart; more requests and
     adapters than a step holds."""

@@ -4,15 +4,12 @@ A commit that self-conditions its embeddings, even with a zero signal, writes ot
 stock vLLM agreed on 0.41 of the tokens when a next turn reused them.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from vllm import SamplingParams
 
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import Engine, cached_tokens
+from tests.engine.conftest import GetEngine, GetTiny, cached_tokens
 from tests.engine.one_step import FEW_STEPS, assert_equal_to_reference, random_ids, read_one_step
 
 pytestmark = pytest.mark.numerics
@@ -23,11 +20,7 @@ BLOCK, PROMPT, ANSWER = 32, 32, 128  # tokens; a canvas fills a cache block
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("commit_last_block", [False, True])
 def test_next_turn_reuses_generated_blocks(
-    engine: Callable[..., Engine],
-    tiny: Callable[[int], Path],
-    asynchronous: None,
-    commit_last_block: bool,
-    is_async: bool,
+    engine: GetEngine, tiny: GetTiny, asynchronous: None, commit_last_block: bool, is_async: bool
 ) -> None:
     """The last block's too where the server commits it, else not: the cache holds a denoising
     step's keys and values of it."""

@@ -6,8 +6,7 @@ operations is the definition.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from vllm import SamplingParams
 
 from attention_kernels.interpreter import interpret_kernels
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine, GetTiny
 from tests.engine.one_step import FEW_STEPS, random_ids
 from tests.engine.test_scheduling import Answer, answer_of
 from tests.engines import asynchronous_scheduling
@@ -57,7 +56,7 @@ class Steps(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Iterator[Engine]:
+def served(engine: GetEngine, tiny: GetTiny) -> Iterator[Engine]:
     interpret_kernels(draws_triton, settle_triton)
     with pytest.MonkeyPatch.context() as patch, asynchronous_scheduling():
         for module, name in KERNELS:

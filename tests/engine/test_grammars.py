@@ -4,7 +4,6 @@ company: `test_large_vocabulary.py`."""
 import json
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,7 +12,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine, GetTiny
 from tests.engine.one_step import random_ids
 from tests.unit.grammar.canvases import SCHEMAS
 from vllm_dllm.step.asked.grammars import CanvasGrammars
@@ -67,7 +66,7 @@ KINDS: dict[str, tuple[StructuredOutputsParams, Callable[[str], None]]] = {
 
 
 @pytest.fixture(scope="module")
-def served(engine: Callable[..., Engine]) -> Engine:
+def served(engine: GetEngine) -> Engine:
     return engine(TRAINED, settings={"fit_canvas": True}, **OPTIONS)
 
 
@@ -194,9 +193,7 @@ def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> Non
     assert steps[0] <= steps[1]
 
 
-def test_random_weights_answer_in_every_form(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path]
-) -> None:
+def test_random_weights_answer_in_every_form(engine: GetEngine, tiny: GetTiny) -> None:
     """Answers that vLLM's own grammar rejects would end with an error."""
     served = engine(tiny(32), **OPTIONS)
     params = [

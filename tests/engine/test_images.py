@@ -2,7 +2,6 @@
 whole trajectories, whatever the batch and the caches do."""
 
 import random
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from checkpoints.recipes.tiny import IMAGE_TOKENS
 from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import Engine, cached_tokens, preemptions
+from tests.engine.conftest import Engine, GetEngine, GetTiny, cached_tokens, preemptions
 from tests.engine.images import random_image, random_prompt, random_prompt_with_videos
 from tests.engine.one_step import (
     CACHED,
@@ -84,9 +83,7 @@ def prompts_with_videos(path: Path, window: int) -> list[Prompt]:
         ),
     ],
 )
-def test_one_step(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path], window: int, setting: str
-) -> None:
+def test_one_step(engine: GetEngine, seeing: GetTiny, window: int, setting: str) -> None:
     path = seeing(window)
     served, model = engine(path, **PREFILLS[setting]), reference.load(path)
     pictures, videos = prompts_with_images(path, window), prompts_with_videos(path, window)
@@ -106,7 +103,7 @@ def test_one_step(
 
 
 def test_images_that_are_not_scaled(
-    engine: Callable[..., Engine], tmp_path_factory: pytest.TempPathFactory
+    engine: GetEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The small model that sees takes pictures as they are: nine or twelve tokens, no others."""
     torch.manual_seed(0)
@@ -132,9 +129,7 @@ def test_images_that_are_not_scaled(
             served.llm.generate(odd, use_tqdm=False)
 
 
-def test_the_encoder_cache_is_bounded(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path]
-) -> None:
+def test_the_encoder_cache_is_bounded(engine: GetEngine, seeing: GetTiny) -> None:
     """A step's tokens bound what is kept of images, however many requests have some."""
     path, options = seeing(64), {"limit_mm_per_prompt": {"video": 0}}  # one takes more
     served = engine(path, **PREFILLS["chunked-prefill"], **options)
@@ -148,9 +143,7 @@ def test_the_encoder_cache_is_bounded(
     assert 0 < sum(len(output) for output in kept) <= max(CHUNK, IMAGE_TOKENS)
 
 
-def test_cache_hits_are_by_what_an_image_shows(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path]
-) -> None:
+def test_cache_hits_are_by_what_an_image_shows(engine: GetEngine, seeing: GetTiny) -> None:
     """Not by its place, its tokens or the name that a client gives. No hit ends in an image."""
     path = seeing(16)
     served, model = engine(path, **PREFILLS["prefix-caching"]), reference.load(path)
@@ -177,9 +170,7 @@ def test_cache_hits_are_by_what_an_image_shows(
         assert_equal_to_reference(model, [prompt], [canvas], read)
 
 
-def test_next_turn_reuses_an_answer_about_an_image(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path]
-) -> None:
+def test_next_turn_reuses_an_answer_about_an_image(engine: GetEngine, seeing: GetTiny) -> None:
     """The keys and values of the image and of the committed blocks behind it are a prefill's."""
     path = seeing(16)
     served, model = engine(path, **CACHED), reference.load(path)
@@ -206,11 +197,7 @@ def test_next_turn_reuses_an_answer_about_an_image(
     [(20, 8, 1), (3, 2, 2), pytest.param(100, 20, 1, marks=pytest.mark.thorough)],
 )
 def test_whole_trajectories(
-    engine: Callable[..., Engine],
-    seeing: Callable[[int], Path],
-    num_images: int,
-    num_videos: int,
-    steps: int,
+    engine: GetEngine, seeing: GetTiny, num_images: int, num_videos: int, steps: int
 ) -> None:
     """Two blocks, the first of which is committed behind what is seen. A random model is chaotic, a
     rounding error grows tenfold a step: few prompts for two steps a block."""
@@ -234,9 +221,7 @@ def test_whole_trajectories(
     assert num_parted <= tolerances.PARTED * len(prompts)
 
 
-def test_preempted_prompts_come_back_and_see_the_same(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path]
-) -> None:
+def test_preempted_prompts_come_back_and_see_the_same(engine: GetEngine, seeing: GetTiny) -> None:
     path = seeing(64)
     prompts = [random_prompt(path, [10, 5], seed=i) for i in range(4)]
     prompts += [random_prompt_with_videos(path, [10, "2 frames", 5], seed=i) for i in range(4)]
@@ -266,9 +251,7 @@ def answers(served: Engine, prompts: list[Prompt]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_asynchronous_scheduling(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path], asynchronous: None
-) -> None:
+def test_asynchronous_scheduling(engine: GetEngine, seeing: GetTiny, asynchronous: None) -> None:
     """Steps that compute an image, or wait to, are planned before the last one's end is known."""
     path, options = seeing(64), PREFILLS["chunked-prefill"]
     prompts = prompts_with_images(path, 64)
@@ -281,7 +264,7 @@ def test_asynchronous_scheduling(
 
 
 def test_two_processes_see_as_one(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path], two_processes: dict[str, int]
+    engine: GetEngine, seeing: GetTiny, two_processes: dict[str, int]
 ) -> None:
     """Each has the whole tower, and a part of the text layers. Some steps have no canvas."""
     path, options = seeing(16), PREFILLS["chunked-prefill"]
@@ -295,9 +278,7 @@ def test_two_processes_see_as_one(
     assert_equal_to_reference(reference.load(path), prompts, canvases, read)
 
 
-def test_an_engine_without_images_has_no_tower(
-    engine: Callable[..., Engine], seeing: Callable[[int], Path]
-) -> None:
+def test_an_engine_without_images_has_no_tower(engine: GetEngine, seeing: GetTiny) -> None:
     path = seeing(64)
     served = engine(path, limit_mm_per_prompt={"image": 0})
     worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -1,7 +1,6 @@
 """One engine prefills, another answers: prompts travel through one of vLLM's KV connectors."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,12 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.config.kv_transfer import KVRole
 
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, GetEngine
 
 BLOCK = 32  # tokens of the KV cache
 
 
-def test_the_answers_are_those_of_one_engine(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_the_answers_are_those_of_one_engine(engine: GetEngine, tmp_path: Path) -> None:
     """Of a checkpoint that takes no images. Every whole block of the prompts is read."""
     rows = [json.loads(line) for line in HELD_OUT.open()]
     chats = [row["messages"] for row in rows if row["task"] == "lookup"][:3]

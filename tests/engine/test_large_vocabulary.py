@@ -3,7 +3,6 @@ tiles, nor on their company, nor on how many processes share it."""
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from vllm import RequestOutput, SamplingParams
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import Engine, preemptions
+from tests.engine.conftest import Engine, GetEngine, preemptions
 from tests.engine.one_step import is_best_guess, random_ids
 from tests.engine.rounding import assert_same, decided
 from tests.engine.test_grammars import of
@@ -90,19 +89,19 @@ def answers_of(engine: Engine, outputs: list[RequestOutput]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def usual(checkpoint: Path, engine: Callable[..., Engine]) -> list[Answer | None]:
+def usual(checkpoint: Path, engine: GetEngine) -> list[Answer | None]:
     served = engine(checkpoint, **OPTIONS)
     return decided(served.llm, lambda: decode(served))
 
 
 @pytest.fixture(scope="module")
-def long(checkpoint: Path, engine: Callable[..., Engine]) -> list[Answer | None]:
+def long(checkpoint: Path, engine: GetEngine) -> list[Answer | None]:
     """To `ALL`, of two blocks."""
     served = engine(checkpoint, **OPTIONS)
     return decided(served.llm, lambda: decode(served, ALL, 2 * C), tokens_of)
 
 
-def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+def test_best_guesses_are_the_references(checkpoint: Path, engine: GetEngine) -> None:
     served = engine(checkpoint, **OPTIONS)
     prompts = [random_ids(length, V, length) for length in (5, 40)]
     canvases = [random_ids(C, V, 100 + i) for i in range(2)]
@@ -128,7 +127,7 @@ def test_best_guesses_are_the_references(checkpoint: Path, engine: Callable[...,
 
 @pytest.mark.parametrize("batch_size", [4, pytest.param(16, marks=pytest.mark.thorough)])
 def test_a_seed_gives_the_same_canvases_in_any_batch(
-    checkpoint: Path, engine: Callable[..., Engine], batch_size: int
+    checkpoint: Path, engine: GetEngine, batch_size: int
 ) -> None:
     served = engine(checkpoint, **OPTIONS)
     generator = random.Random(batch_size)
@@ -157,10 +156,7 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(
 
 
 def test_small_tiles(
-    checkpoint: Path,
-    engine: Callable[..., Engine],
-    usual: list[Answer | None],
-    long: list[Answer | None],
+    checkpoint: Path, engine: GetEngine, usual: list[Answer | None], long: list[Answer | None]
 ) -> None:
     """Nor on a tolerance that is next to nothing, nor on preemptions."""
     settings = {"sampling_memory_mib": 1, "self_conditioning_tolerance": 1e-7}
@@ -171,7 +167,7 @@ def test_small_tiles(
     assert preemptions(small) > 0
 
 
-def test_no_step_waits_for_the_device(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+def test_no_step_waits_for_the_device(checkpoint: Path, engine: GetEngine) -> None:
     """Of one token budget less than a canvas for each: some are cut short and taken back."""
     served = engine(checkpoint, max_num_batched_tokens=100, **WATCHED, **OPTIONS)
     assert waits_during(served, lambda: decode(served)) == []
@@ -179,7 +175,7 @@ def test_no_step_waits_for_the_device(checkpoint: Path, engine: Callable[..., En
 
 def test_two_processes_share_the_vocabulary(
     checkpoint: Path,
-    engine: Callable[..., Engine],
+    engine: GetEngine,
     long: list[Answer | None],
     asynchronous: None,
     two_processes: dict[str, int],

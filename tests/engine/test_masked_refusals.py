@@ -1,43 +1,15 @@
 """What masked models refuse: requests, servers, and checkpoints of other variants."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
 
-from tests.engine.conftest import Engine
 from tests.engine.masked_requests import GetMade
 from vllm_dllm import plugin
 
 SDAR, LLADA2, MOVING, NEMOTRON, FAST_DLLM = "SDAR", "LLaDA2", "LLaDA2.2", "Nemotron", "Fast-dLLM"
-
-SCHEDULE = {"extra_args": {"diffusion_t_min": 0.4, "diffusion_t_max": 0.8}}
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "error"),
-    [
-        (SDAR, SCHEDULE, "diffusion_t_min"),
-        (SDAR, {"extra_args": {"diffusion_read_only": 1}}, "diffusion_read_only is not for masked"),
-        (SDAR, {"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
-        (FAST_DLLM, {"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
-        (NEMOTRON, SCHEDULE, "diffusion_t_min"),
-    ],
-)
-def test_refused_requests(
-    engine: Callable[..., Engine],
-    made: GetMade,
-    family: str,
-    options: dict[str, Any],
-    error: str,
-) -> None:
-    model = engine(made(family, 32).checkpoint, max_model_len=110, block_size=32)
-    with pytest.raises(VLLMValidationError, match=error):
-        model.llm.generate([{"prompt_token_ids": [1]}], SamplingParams(**options), use_tqdm=False)
 
 
 def ours(**settings: Any) -> dict[str, Any]:

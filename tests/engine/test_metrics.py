@@ -2,15 +2,13 @@
 
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine, GetTiny
 from tests.engine.drafters import ask, started
 from tests.engine.masked import make_checkpoint
 from tests.engine.one_step import FEW_STEPS, random_ids
@@ -37,9 +35,7 @@ def run(served: Engine, params: SamplingParams, lengths: list[int]) -> tuple[Any
     return trace, since(before, scrape())
 
 
-def test_blocks_that_share_forwards(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path]
-) -> None:
+def test_blocks_that_share_forwards(engine: GetEngine, tiny: GetTiny) -> None:
     served = engine(tiny(64), disable_log_stats=False)
     params = SamplingParams(max_tokens=3 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
     trace, changed = run(served, params, [40])
@@ -56,7 +52,7 @@ def test_blocks_that_share_forwards(
     assert scrape()["sampling_memory_bound_bytes", frozenset()] == most
 
 
-def test_several_at_once(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
+def test_several_at_once(engine: GetEngine, tiny: GetTiny) -> None:
     """Some of which reveal their tokens, and one ends where the context does."""
     served = engine(tiny(64), settings={"fit_canvas": True}, disable_log_stats=False)
     top_k = {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 8}
@@ -77,10 +73,7 @@ def test_several_at_once(engine: Callable[..., Engine], tiny: Callable[[int], Pa
 
 @pytest.mark.parametrize("commits_last", [False, True])
 def test_commits_of_their_own(
-    engine: Callable[..., Engine],
-    tiny: Callable[[int], Path],
-    asynchronous: None,
-    commits_last: bool,
+    engine: GetEngine, tiny: GetTiny, asynchronous: None, commits_last: bool
 ) -> None:
     """The step that is on its way when a request ends is counted with the next request."""
     settings = {"commit_last_block": commits_last}
@@ -96,7 +89,7 @@ def test_commits_of_their_own(
 
 
 @pytest.mark.parametrize("edits", [False, True], ids=["revealed", "edited"])
-def test_masked(engine: Callable[..., Engine], tmp_path_factory: Any, edits: bool) -> None:
+def test_masked(engine: GetEngine, tmp_path_factory: Any, edits: bool) -> None:
     block = 4
     checkpoint, _ = make_checkpoint(tmp_path_factory.mktemp("masked"), block)
     served = engine(checkpoint, settings={"fit_canvas": True}, disable_log_stats=False)
@@ -147,9 +140,7 @@ def test_drafts() -> None:
     assert changed["draft_width_count"] == changed["acceptance_length_count"] == len(widths)
 
 
-def test_nothing_is_counted_without_statistics(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path]
-) -> None:
+def test_nothing_is_counted_without_statistics(engine: GetEngine, tiny: GetTiny) -> None:
     served = engine(tiny(64), disable_log_stats=True)
     params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
     before = scrape()

@@ -1,13 +1,10 @@
 """One denoising step equals transformers' eager model, whatever the batch and the caches do."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from vllm import SamplingParams
 
 from tests.engine import reference
-from tests.engine.conftest import TRAINED, Engine
+from tests.engine.conftest import TRAINED, GetEngine, GetTiny
 from tests.engine.one_step import (
     PREFILLS,
     assert_equal_to_reference,
@@ -24,7 +21,7 @@ CANVAS = 32
 @pytest.mark.parametrize("window", [16, 64])
 @pytest.mark.parametrize("setting", PREFILLS)
 def test_prompts_around_the_window(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], window: int, setting: str
+    engine: GetEngine, tiny: GetTiny, window: int, setting: str
 ) -> None:
     served = engine(tiny(window), **PREFILLS[setting])
     model = reference.load(tiny(window))
@@ -46,9 +43,7 @@ def test_prompts_around_the_window(
 
 
 @pytest.mark.parametrize("width", [1, 10, 31])
-def test_narrow_canvas(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], width: int
-) -> None:
+def test_narrow_canvas(engine: GetEngine, tiny: GetTiny, width: int) -> None:
     served = engine(tiny(64), **PREFILLS["plain"])
     model = reference.load(tiny(64))
     prompt, canvas = random_ids(100, 512, seed=1), random_ids(width, 512, seed=2)
@@ -56,9 +51,7 @@ def test_narrow_canvas(
     assert_equal_to_reference(model, [prompt], [canvas], read)
 
 
-def test_canvas_cut_short_by_the_end_of_the_context(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path]
-) -> None:
+def test_canvas_cut_short_by_the_end_of_the_context(engine: GetEngine, tiny: GetTiny) -> None:
     """It has fewer rows, and none of stock vLLM's phantom ones."""
     served = engine(tiny(64), **PREFILLS["plain"])
     model = reference.load(tiny(64))
@@ -69,7 +62,7 @@ def test_canvas_cut_short_by_the_end_of_the_context(
     assert_equal_to_reference(model, [prompt], [canvas[:room]], read)
 
 
-def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
+def test_trained_checkpoint(engine: GetEngine) -> None:
     served = engine(TRAINED)
     model = reference.load(TRAINED)
     vocab_size, window = (
@@ -87,7 +80,7 @@ def test_trained_checkpoint(engine: Callable[..., Engine]) -> None:
 
 
 def test_symmetric_rule_is_selectable_and_differs_past_the_window(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path]
+    engine: GetEngine, tiny: GetTiny
 ) -> None:
     """Per request; it is what stock vLLM computes, far from the reference on a long prompt."""
     served = engine(tiny(64), **PREFILLS["plain"])

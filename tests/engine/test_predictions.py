@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm import RequestOutput, SamplingParams
 
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, GetEngine
 
 pytestmark = pytest.mark.numerics
 
@@ -27,7 +27,7 @@ Answers = list[tuple[str, int]]
 
 
 @pytest.fixture(scope="module")
-def answer(engine: Callable[..., Engine]) -> Callable[..., Answers]:
+def answer(engine: GetEngine) -> Callable[..., Answers]:
     served = engine(Path(TRAINED), diffusion_config={"canvas_length": 64})
 
     def run(predictions: list[str | None], rows: list[dict[str, Any]] | None = None) -> Answers:

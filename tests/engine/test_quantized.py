@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,15 @@ from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
 from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import quantized, reference
-from tests.engine.conftest import CHECKPOINTS, HELD_OUT, TRAINED, Engine, chat_tokens
+from tests.engine.conftest import (
+    CHECKPOINTS,
+    HELD_OUT,
+    TRAINED,
+    Engine,
+    GetEngine,
+    GetTiny,
+    chat_tokens,
+)
 from tests.engine.one_step import Prompt, random_ids, read_one_step
 from tests.engine.rounding import assert_same, decided
 from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
@@ -48,9 +55,7 @@ CASES = [(1, 1, 6), (3, 2, 10), (3, 8, 6), (40, 32, 2), (150, 32, 1)]
 
 
 @pytest.mark.parametrize("scheme", quantized.FORMATS)
-def test_one_step(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], tmp_path: Path, scheme: str
-) -> None:
+def test_one_step(engine: GetEngine, tiny: GetTiny, tmp_path: Path, scheme: str) -> None:
     """Where every rounding is decided. A number halfway between two of e4m3's goes either way,
     with the last bit of a sum; random weights then amplify that to anything. Long canvases of FP8
     have such a number more often than not, so short ones are here too."""
@@ -81,7 +86,7 @@ def test_one_step(
     assert min(shift) > 0.1  # quantisation can be seen
 
 
-def assert_refused(engine: Callable[..., Engine], path: Path) -> None:
+def assert_refused(engine: GetEngine, path: Path) -> None:
     """A processor that cannot add up products of int8 does not start with them."""
     with pytest.raises(ValueError, match="need a processor with VNNI"):
         engine(path, **OPTIONS)
@@ -150,7 +155,7 @@ def assert_equal_near_boundaries(
     assert min(shift) > least_shift
 
 
-def test_one_step_of_the_shipped(engine: Callable[..., Engine], shipped: Path) -> None:
+def test_one_step_of_the_shipped(engine: GetEngine, shipped: Path) -> None:
     """Held-out prompts, none left out."""
     served = engine(shipped, **OPTIONS)
     model, plain = quantized.load(shipped, TRAINED), reference.load(TRAINED)
@@ -177,7 +182,7 @@ NUM_PICTURES = 8
         ),
     ],
 )
-def test_images(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> None:
+def test_images(engine: GetEngine, tmp_path: Path, scheme: str) -> None:
     """`vllm-dllm quantize` leaves tower and projection alone, and its copy sees as the reference
     does with them. Text is answered beside the pictures."""
     torch.manual_seed(0)
@@ -219,7 +224,7 @@ def answers(served: Engine) -> list[list[int]]:
 
 
 def test_two_processes_answer_as_one(
-    engine: Callable[..., Engine], two_processes: dict[str, int], shipped: Path
+    engine: GetEngine, two_processes: dict[str, int], shipped: Path
 ) -> None:
     """They share the linears, with the scales of their rows or columns, and part the experts among
     them."""
@@ -231,7 +236,7 @@ def test_two_processes_answer_as_one(
 
 @pytest.mark.parametrize("described_in", ["config.json", "hf_quant_config.json"])
 def test_modelopt_answers_as_compressed_tensors(
-    engine: Callable[..., Engine], tmp_path: Path, described_in: str
+    engine: GetEngine, tmp_path: Path, described_in: str
 ) -> None:
     """To the bit: the shipped ones have the same numbers. In fp32, too, which vLLM's own method
     does not know."""

@@ -1,7 +1,6 @@
 """Reasoning comes before an answer that has a form: free, and ended in time for the answer."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine
 from tests.engine.one_step import random_ids
 from tests.unit.grammar.canvases import EOS, SCHEMAS
 from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
@@ -29,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def thinking(checkpoint: Path, engine: Callable[..., Engine]) -> Engine:
+def thinking(checkpoint: Path, engine: GetEngine) -> Engine:
     return engine(checkpoint, reasoning_parser="deepseek_r1", **SIZE)
 
 
@@ -82,12 +81,12 @@ def test_min_tokens_count_both(thinking: Engine) -> None:
         assert check(thinking, output) > 0
 
 
-def test_asynchronous(checkpoint: Path, engine: Callable[..., Engine], asynchronous: None) -> None:
+def test_asynchronous(checkpoint: Path, engine: GetEngine, asynchronous: None) -> None:
     served = engine(checkpoint, reasoning_parser="deepseek_r1", async_scheduling=True, **SIZE)
     assert all(check(served, output) for output in ask(served, PROMPTS))
 
 
-def test_a_form_of_all_that_is_said(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+def test_a_form_of_all_that_is_said(checkpoint: Path, engine: GetEngine) -> None:
     """vLLM's `enable_in_reasoning`."""
     config = {"reasoning_parser": "deepseek_r1", "enable_in_reasoning": True}
     served = engine(checkpoint, structured_outputs_config=config, **SIZE)

@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine
 
 pytestmark = pytest.mark.numerics
 
@@ -21,7 +19,7 @@ PROMPT = ROWS[0]["messages"]
 
 
 @pytest.fixture(scope="module")
-def served(engine: Callable[..., Engine]) -> Engine:
+def served(engine: GetEngine) -> Engine:
     return engine(TRAINED, settings={"fit_canvas": True}, max_num_seqs=16, max_model_len=512)
 
 
@@ -64,22 +62,6 @@ def test_bad_words_where_tokens_are_revealed_for_good(served: Engine, acceptance
         assert set(text) <= set("ab c") and not [word for word in words if word in text], text
 
 
-def test_greedy_candidates(served: Engine) -> None:
-    """With temperature 0 what is kept of a step is its best guess; so it is where others are left
-    out."""
-    for options in ({"temperature": 0.0}, {"min_p": 1.0}, {"top_p": 1e-3}, {"top_k": 1}):
-        output = ask(served, **options)
-        steps = steps_of(served, output)
-        assert steps
-        for step in steps:
-            if step["finished"]:
-                continue
-            for token, kept, canvas in zip(
-                step["tokens"], step["accepted"], step["canvas"], strict=True
-            ):
-                assert not kept or canvas == token
-
-
 def test_temperature_scales_the_schedule(served: Engine) -> None:
     """Twice the temperature is the schedule from twice t_min to twice t_max."""
     twice = tokens(served, temperature=2.0)
@@ -88,51 +70,6 @@ def test_temperature_scales_the_schedule(served: Engine) -> None:
         steps_of(served, ask(served, temperature=t))[0]["entropy"] for t in (0.5, 1.0, 2.0)
     ]
     assert entropies == sorted(entropies) and entropies[0] < entropies[-1]
-
-
-def test_the_servers_own_settings_change_nothing(served: Engine) -> None:
-    own = xargs(
-        t_min=0.4, t_max=0.8, entropy_bound=0.1, confidence_threshold=0.005, stability_threshold=1
-    )
-    default, explicit = ask(served), ask(served, **own)
-    assert default.outputs[0].token_ids == explicit.outputs[0].token_ids
-    steps = [steps_of(served, output) for output in (default, explicit)]
-    assert [s["canvas"] for s in steps[0]] == [s["canvas"] for s in steps[1]]
-
-
-def test_stopping_settings(served: Engine) -> None:
-    def num_steps(**options: Any) -> int:
-        return len(steps_of(served, ask(served, **xargs(**options))))
-
-    usual = num_steps()
-    assert num_steps(stability_threshold=4) >= max(5, usual)
-    assert num_steps(confidence_threshold=1e-9, max_steps=12) == 12
-    assert num_steps(stability_threshold=0, confidence_threshold=1e6) == 1
-    judged = ask(served, **xargs(judge_answer_only=1))
-    assert judged.outputs[0].text == ROWS[0]["answer"]
-
-
-def test_reveal_for_good(served: Engine) -> None:
-    """Revealed positions keep their token, and a canvas is finished when all are."""
-    for options, at_least in (
-        ({"acceptance": "top_k", "accept_tokens": 16}, 16),
-        ({"acceptance": "confidence", "accept_probability": 0.7}, 1),
-    ):
-        settings = {**options, "stability_threshold": 1000}
-        steps = steps_of(served, ask(served, **xargs(**settings)))
-        assert sum(steps[0]["accepted"]) >= at_least
-        for earlier, later in pairwise(steps):
-            for was, now, before, after in zip(
-                earlier["accepted"],
-                later["accepted"],
-                earlier["canvas"],
-                later["canvas"],
-                strict=True,
-            ):
-                assert not was or (now and before == after)
-        assert all(steps[-1]["accepted"]) and steps[-1]["finished"]
-        if options["acceptance"] == "top_k":
-            assert len(steps) == 4  # 64 positions
 
 
 def test_acceptance_rules_still_answer(served: Engine) -> None:

@@ -2,14 +2,13 @@
 and are right."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from checkpoints.recipes.images.prompts import read_images
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine
 from tests.engine.test_trajectories import parted, served_trajectories
 from tests.paths import CHECKPOINTS
 
@@ -19,7 +18,7 @@ SEEING = CHECKPOINTS / "diffusiongemma-tiny-vision"
 
 
 @pytest.mark.parametrize("stride", [20, pytest.param(2, marks=pytest.mark.thorough)])
-def test_trajectories_and_answers(engine: Callable[..., Engine], stride: int) -> None:
+def test_trajectories_and_answers(engine: GetEngine, stride: int) -> None:
     """All prompts at once in the engine, every second one in transformers, with the same noise.
     Compiling takes longer than the few."""
     served, model = engine(SEEING, enforce_eager=stride > 2), reference.load(SEEING)

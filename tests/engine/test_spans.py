@@ -2,14 +2,13 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from vllm import SamplingParams
 
 from tests.collector import Collector, SpanRecord, check_blocks, collecting
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine, GetTiny
 from tests.engine.one_step import FEW_STEPS, random_ids
 
 CANVAS = 32
@@ -32,9 +31,7 @@ def blocks_of(request: SpanRecord, found: list[SpanRecord]) -> list[SpanRecord]:
     return [s for s in found if s.name == "diffusion_block" and s.trace_id == request.trace_id]
 
 
-def test_blocks_of_requests(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], collector: Collector
-) -> None:
+def test_blocks_of_requests(engine: GetEngine, tiny: GetTiny, collector: Collector) -> None:
     served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
     params = SamplingParams(max_tokens=3 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
     prompts = [{"prompt_token_ids": random_ids(n, 512, seed=n)} for n in (40, 7)]
@@ -58,9 +55,7 @@ def test_blocks_of_requests(
         assert all(a.end_ns <= b.end_ns for a, b in itertools.pairwise(blocks))
 
 
-def test_of_a_clients_trace(
-    engine: Callable[..., Engine], tiny: Callable[[int], Path], collector: Collector
-) -> None:
+def test_of_a_clients_trace(engine: GetEngine, tiny: GetTiny, collector: Collector) -> None:
     served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
     core, before = served.llm.llm_engine, len(collector.spans)
     core.add_request(
@@ -83,7 +78,7 @@ def test_of_a_clients_trace(
     collector.answers.set()
 
 
-def test_without_tracing(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
+def test_without_tracing(engine: GetEngine, tiny: GetTiny) -> None:
     served = engine(tiny(64), disable_log_stats=False)
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.counter._spans is None

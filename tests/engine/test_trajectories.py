@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine, chat_tokens
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine, chat_tokens
 from tests.engine.one_step import Prompt, engine_input
 from tests.engine.parting import Decisions, Settings, first_parting, is_decided_by_rounding
 from tests.engine.rounding import noisy_model
@@ -122,7 +122,7 @@ def noise_parts(
     ("num_blocks", "every"),
     [(25, 18), (50, 9), pytest.param(200, 2, marks=pytest.mark.thorough)],
 )
-def test_trained_checkpoint(engine: Callable[..., Engine], num_blocks: int, every: int) -> None:
+def test_trained_checkpoint(engine: GetEngine, num_blocks: int, every: int) -> None:
     """At least so many converge on their own, some of them the second of their answer. Compiling
     takes longer than the few."""
     served = engine(TRAINED, enforce_eager=num_blocks < 50)

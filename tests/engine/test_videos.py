@@ -1,17 +1,12 @@
 """Prompts with videos equal transformers' DiffusionGemma, whose processor makes timed frames of
 them: what they have and images have not. The rest is in `test_images.py`."""
 
-from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from checkpoints.recipes.tokenizer import VIDEO_ID
 from tests.engine import reference
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine, GetTiny
 from tests.engine.images import random_prompt_with_videos, random_video
 from tests.engine.one_step import (
     PREFILLS,
@@ -24,10 +19,7 @@ from tests.engine.test_images import CANVAS
 pytestmark = pytest.mark.numerics
 
 
-def test_most_frames_of_a_long_video(
-    engine: Callable[..., Engine],
-    seeing: Callable[[int], Path],
-) -> None:
+def test_most_frames_of_a_long_video(engine: GetEngine, seeing: GetTiny) -> None:
     """32, evenly taken, in parts of 96 tokens: more than one step, and the encoder's whole cache.
     Another request, which is at its own video, waits for its turn."""
     path = seeing(16)
@@ -45,10 +37,7 @@ def test_most_frames_of_a_long_video(
     assert_equal_to_reference(model, prompts, canvases, read_one_step(served, prompts, canvases))
 
 
-def test_cache_hits_are_by_what_a_video_shows_and_when(
-    engine: Callable[..., Engine],
-    seeing: Callable[[int], Path],
-) -> None:
+def test_cache_hits_are_by_what_a_video_shows_and_when(engine: GetEngine, seeing: GetTiny) -> None:
     path = seeing(16)
     served, model = engine(path, **PREFILLS["prefix-caching"]), reference.load(path)
     frames, metadata = random_video(3, (64, 64), seed=1)
@@ -78,21 +67,3 @@ def test_cache_hits_are_by_what_a_video_shows_and_when(
     assert hits(fork) % 32 == 0
     read = read_one_step(served, [fork], [canvas], from_cache=True)
     assert_equal_to_reference(model, [fork], [canvas], read)
-
-
-def test_arrays_that_are_no_videos(
-    engine: Callable[..., Engine],
-    seeing: Callable[[int], Path],
-) -> None:
-    served = engine(seeing(16), **PREFILLS["plain"])
-    frames, metadata = random_video(3, (20, 20), seed=1)
-    for video, complaint in [
-        ((frames.astype(np.float32), metadata), "array of uint8"),
-        ((frames[:, :, :, :1], metadata), r"array of uint8 .* got uint8 \[3, 20, 20, 1\]"),
-        ((frames[:0], metadata | {"frames_indices": []}), "array of uint8"),
-        ((frames[:2], metadata), "each of its 2 frames, got 3"),
-        (frames, "metadata is required"),
-    ]:
-        prompt = {"prompt_token_ids": [VIDEO_ID], "multi_modal_data": {"video": [video]}}
-        with pytest.raises((VLLMValidationError, ValueError), match=complaint):
-            served.llm.generate(prompt, use_tqdm=False)

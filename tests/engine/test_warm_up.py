@@ -1,14 +1,12 @@
 """vLLM 0.33 sizes a GPU's cache with requests of its own in every slot, which nobody takes out."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine, GetTiny
 from tests.engine.one_step import FEW_STEPS, random_ids
 
 
@@ -25,7 +23,7 @@ def warm_up(worker: Any) -> None:
     assert output.num_sampled.tolist() == [0] * num_reqs
 
 
-def test_leaves_no_trace(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> None:
+def test_leaves_no_trace(engine: GetEngine, tiny: GetTiny) -> None:
     served = engine(tiny(64))
 
     def answers() -> list[list[int]]:

@@ -17,15 +17,6 @@ def chat(server: Server, content: str = QUESTION, **options: Any) -> ChatComplet
     )
 
 
-def read_canvas(server: Server, **options: Any) -> list[int]:
-    """Token ids of one completion of a short prompt."""
-    extra = {"return_token_ids": True} | options.pop("extra_body", {})
-    completion = server.client.completions.create(
-        model=server.model, prompt=[5, 6, 7], extra_body=extra, **options
-    )
-    return completion.choices[0].token_ids
-
-
 def test_streaming_gives_a_delta_per_committed_block(server: Server) -> None:
     stream = server.client.completions.create(
         model=server.model,
@@ -63,29 +54,16 @@ def test_logprobs(server: Server) -> None:
         assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + tolerances.total(20)
 
 
-def test_read_only_emits_exactly_the_canvas(server: Server) -> None:
-    xargs = {"diffusion_read_only": 1, "diffusion_max_steps": 2}
-    tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})
-    assert len(tokens) == CANVAS
-    xargs["diffusion_canvas_length"] = 10
-    tokens = read_canvas(server, max_tokens=500, extra_body={"vllm_xargs": xargs})
-    assert len(tokens) == 10
-
-
-def test_constrained_reading_stays_in_the_allowed_set(server: Server) -> None:
-    allowed = [11, 12, 13, 14]
-    extra = {
-        "vllm_xargs": {"diffusion_constrained": 1, "diffusion_read_only": 1},
-        "logprob_token_ids": allowed,
-        "return_token_ids": True,
-    }
-    answer = chat(server, logprobs=True, max_tokens=CANVAS, extra_body=extra)
-    tokens = answer.choices[0].token_ids
-    assert len(tokens) == CANVAS
-    assert set(tokens) <= set(allowed)
-
-
 def test_every_kernel_of_a_step_is_native(server: Server) -> None:
     chat(server, max_tokens=2 * CANVAS, logprobs=True, top_logprobs=2)
     chat(server, max_tokens=CANVAS, extra_body={"top_k": 5, "top_p": 0.9})
     assert "runs in Triton's interpreter" not in server.log.read_text()
+
+
+def test_n(server: Server) -> None:
+    odd = "kq 7 {w: 3 zx"  # unlike anything it was trained on: the answer depends on the noise
+    noisy = {"diffusion_max_steps": 3, "diffusion_t_min": 1.0, "diffusion_t_max": 2.0}
+    options = {"extra_body": {"vllm_xargs": noisy}, "max_tokens": CANVAS}
+    several = [c.message.content for c in chat(server, odd, seed=1, n=4, **options).choices]
+    each = [chat(server, odd, seed=1 + i, **options).choices[0].message.content for i in range(4)]
+    assert several == each and len(set(several)) > 1

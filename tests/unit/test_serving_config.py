@@ -22,7 +22,7 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
-from vllm_dllm.serving_config import steps
+from vllm_dllm.serving_config import checks
 
 Configure = Callable[..., VllmConfig]
 
@@ -143,8 +143,8 @@ def on_h100(
 ) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
-    monkeypatch.setattr(steps, "current_platform", platform)
-    log = logged(steps, "info")
+    monkeypatch.setattr(checks, "current_platform", platform)
+    log = logged(checks, "info")
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
         text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)
@@ -168,9 +168,9 @@ def on_h100(
             compilation_config=SimpleNamespace(**graphs | options),
         )
         if max_num_seqs is None:
-            most = steps.default_max_num_seqs(config)
+            most = checks.default_max_num_seqs(config)
             config.scheduler_config.max_num_seqs = most
-        steps.choose_cuda_graphs(config)
+        checks.choose_cuda_graphs(config)
         return config, log[-1]
 
     return choose

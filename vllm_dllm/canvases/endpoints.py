@@ -53,7 +53,7 @@ class CanvasEndpoints:
 
     def __init__(self) -> None:
         self._source: tuple[CanvasHub, TokenTexts] | None = None
-        self._about: dict[str, Any] = {}
+        self._about: dict[str, Any] = {}  # what the page needs to know of the model
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the canvas middleware, the start page `/` and the routes below `/canvas` to `app`.
@@ -81,7 +81,13 @@ class CanvasEndpoints:
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
         self._source = CanvasHub(folder), make_token_texts(engine_client.get_tokenizer())
-        self._about = page_settings(engine_client.model_config)
+        config: ModelConfig = engine_client.model_config
+        family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)
+        is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
+        self._about = {
+            "examples": EXAMPLES_OF_SHIPPED if is_shipped else EXAMPLES,
+            "acceptance": [rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule)],
+        }
         logger.info(
             "Canvases can be watched on %s, and with diffusion_stream_canvases in requests.",
             page_address(args),
@@ -98,17 +104,6 @@ def make_token_texts(tokenizer: Any) -> TokenTexts:
         return tokenizer.decode([token], skip_special_tokens=True)
 
     return lambda tokens: [text(token) for token in tokens]
-
-
-def page_settings(config: ModelConfig) -> dict[str, Any]:
-    """Returns what the page needs to know of a model, as JSON: `examples`, questions that it can
-    answer, and `acceptance`, the names of its acceptance rules."""
-    family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)
-    is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
-    return {
-        "examples": EXAMPLES_OF_SHIPPED if is_shipped else EXAMPLES,
-        "acceptance": [rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule)],
-    }
 
 
 def page_address(args: Namespace) -> str:

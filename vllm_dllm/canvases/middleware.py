@@ -14,8 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_dllm.canvases.hub import CanvasHub, Feed
-from vllm_dllm.canvases.interleaving import InterleavedStream
+from vllm_dllm.canvases.hub import CanvasHub, Feed, InterleavedStream
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 
@@ -43,12 +42,6 @@ class WatchedRequest:
     body: dict[str, Any]  # as the client sent it
     chunk_id: str  # `id` of vLLM's chunks and of ours
     headers: RawHeaders  # with an X-Request-Id, from which vLLM makes `chunk_id`
-
-    def body_with_feed(self, feed: str) -> bytes:
-        """Returns the body for vLLM as JSON: `diffusion_stream_canvases` is replaced by the name of
-        a feed."""
-        extra = {k: v for k, v in self.body["vllm_xargs"].items() if k != STREAM_CANVASES}
-        return json.dumps(self.body | {"vllm_xargs": extra | {FEED: feed}}).encode()
 
 
 def read_request(
@@ -135,7 +128,10 @@ class CanvasStreams:
             return await self._app(scope, _replay(body, receive), send)
         hub, texts = source
         with hub.open_feed() as feed:
-            changed = watched.body_with_feed(feed.name)
+            # For vLLM, `diffusion_stream_canvases` is replaced by the name of the feed.
+            given = watched.body["vllm_xargs"].items()
+            extra = {k: v for k, v in given if k != STREAM_CANVASES} | {FEED: feed.name}
+            changed = json.dumps(watched.body | {"vllm_xargs": extra}).encode()
             length = (b"content-length", str(len(changed)).encode())
             headers = [h for h in watched.headers if h[0].lower() != b"content-length"]
             inner = {**scope, "headers": [*headers, length]}
@@ -177,7 +173,8 @@ class CanvasStreams:
             canvases."""
             nonlocal is_stream
             if message["type"] == "http.response.start":
-                is_stream = message["status"] == 200 and _is_event_stream(message)
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                is_stream = message["status"] == 200 and kind.startswith("text/event-stream")
                 await send(message)
                 if is_stream:
                     stream.start()
@@ -193,11 +190,6 @@ class CanvasStreams:
             await self._app(scope, receive, send_with_canvases)
         finally:
             await stream.close()
-
-
-def _is_event_stream(start: Message) -> bool:
-    """Returns whether the start of a response announces server-sent events."""
-    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_dllm.compat.patching import is_server, patch
+from vllm_dllm.compat.patching import is_server, wrap
 
 KEYS_OF_VLLM = frozenset(
     {"ec_transfer_params", "kv_cache_report_mode", "kv_transfer_params", "session_id"}
@@ -62,45 +62,39 @@ def set_admission(
     """
     to_many = is_server()
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's `process_inputs`, `stock`, with our admission."""
+    @wrap("v1.engine.input_processor:InputProcessor.process_inputs")
+    def process_inputs(
+        stock: Any,
+        self: InputProcessor,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> EngineCoreRequest:
+        """Returns the engine's request: the admitted one, or the one that our functions make."""
+        if isinstance(prompt, AdmittedPrompt):
+            prompt.request.request_id = request_id
+            for name in _STORED_PARAMETERS & kwargs.keys():
+                setattr(prompt.request, name, kwargs[name])
+            return prompt.request
 
-        def process_inputs(
-            self: InputProcessor,
-            request_id: str,
-            prompt: Any,
-            params: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> EngineCoreRequest:
-            """Returns the engine's request: the admitted one, or the one that our functions
-            make."""
-            if isinstance(prompt, AdmittedPrompt):
-                prompt.request.request_id = request_id
-                for name in _STORED_PARAMETERS & kwargs.keys():
-                    setattr(prompt.request, name, kwargs[name])
-                return prompt.request
+        def resolve(params: SamplingParams) -> EngineCoreRequest:
+            return stock(processor, request_id, prompt, params, *args, **kwargs)
 
-            def resolve(params: SamplingParams) -> EngineCoreRequest:
-                return stock(processor, request_id, prompt, params, *args, **kwargs)
-
-            processor, model = self, self.model_config
-            is_ours = model.is_diffusion and model.architecture in architectures
-            if not isinstance(params, SamplingParams) or not (is_ours or self.speculative_config):
-                return resolve(params)
-            if not is_ours:
-                return admit_target(params, resolve)
-            if not hasattr(self, "facts"):
-                self.facts = describe_server(self.vllm_config, self.tokenizer, to_many=to_many)
-                self.permissive = copy.copy(self)
-                self.permissive.model_config = _NonDiffusionConfig(model)
-                self.permissive.structured_outputs_config = None
-            processor = self.permissive
-            return admit(params, self.facts, resolve)
-
-        return process_inputs
-
-    patch("v1.engine.input_processor:InputProcessor.process_inputs", make)
+        processor, model = self, self.model_config
+        is_ours = model.is_diffusion and model.architecture in architectures
+        if not isinstance(params, SamplingParams) or not (is_ours or self.speculative_config):
+            return resolve(params)
+        if not is_ours:
+            return admit_target(params, resolve)
+        if not hasattr(self, "facts"):
+            self.facts = describe_server(self.vllm_config, self.tokenizer, to_many=to_many)
+            self.permissive = copy.copy(self)
+            self.permissive.model_config = _NonDiffusionConfig(model)
+            self.permissive.structured_outputs_config = None
+        processor = self.permissive
+        return admit(params, self.facts, resolve)
 
 
 def admit_prompt(

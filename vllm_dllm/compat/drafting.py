@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 from vllm_dllm.compat.scheduler import SchedulerHooks
 
 
@@ -116,20 +116,15 @@ def set_speculator_classes(dflash: str, dflash2: str) -> None:
     `dflash` or `dflash2` where a DFlash or DFlash2 drafter is served. vLLM has no option for the
     class. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's `init_speculator`, `stock`, with our classes for our
-        drafters."""
-
-        def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
-            if is_dflash(vllm_config.speculative_config):
-                return resolve_obj_by_qualname(dflash)(vllm_config, device, req_states)
-            if is_dflash2(vllm_config.speculative_config):
-                return resolve_obj_by_qualname(dflash2)(vllm_config, device)
-            return stock(vllm_config, device, req_states)
-
-        return init_speculator
-
-    patch("v1.worker.gpu.model_runner:init_speculator", make)
+    @wrap("v1.worker.gpu.model_runner:init_speculator")
+    def init_speculator(
+        stock: Any, vllm_config: VllmConfig, device: torch.device, req_states: Any
+    ) -> Any:
+        if is_dflash(vllm_config.speculative_config):
+            return resolve_obj_by_qualname(dflash)(vllm_config, device, req_states)
+        if is_dflash2(vllm_config.speculative_config):
+            return resolve_obj_by_qualname(dflash2)(vllm_config, device)
+        return stock(vllm_config, device, req_states)
 
 
 def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:

@@ -23,7 +23,7 @@ from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
 
 from vllm_dllm.compat.drafting import has_dflash_method
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 
 logger = init_logger(__name__)
 
@@ -51,18 +51,11 @@ def stop_gracefully() -> None:
     """Patches how servers of diffusion models and DFlash drafters stop. Requests in flight can
     finish or get an error, new ones get HTTP 503, and clients that do not read are not waited for.
     Repeatable."""
-    patch("v1.engine.async_llm:AsyncLLM.shutdown", _patch_shutdown)
-    patch("v1.engine.async_llm:AsyncLLM.check_admission", _patch_check_admission)
-    patch("entrypoints.launchers.launcher:NoSignalServer.shutdown", _patch_close)
 
-
-def _patch_shutdown(stock: Any) -> Any:
-    """Returns a `shutdown` of vLLM's AsyncLLM that lets requests in flight finish, at most for its
-    `timeout` in seconds, and gives the engine `ENGINE_S` after that."""
-
-    def shutdown(self: Any, timeout: float | None = None) -> None:
-        """Lets requests in flight finish, unless that was done before or would block the event
-        loop, and shuts down the engine."""
+    @wrap("v1.engine.async_llm:AsyncLLM.shutdown")
+    def shutdown(stock: Any, self: Any, timeout: float | None = None) -> None:
+        """Lets requests in flight finish, at most for `timeout` seconds, unless that was done
+        before or would block the event loop. Then gives the engine `ENGINE_S` to shut down."""
         # None: the engine is garbage-collected, or never started.
         if timeout is not None and _is_ours(self.vllm_config):
             if not _in_event_loop() and not getattr(self, _STOPPING, False):
@@ -73,32 +66,20 @@ def _patch_shutdown(stock: Any) -> Any:
             timeout = ENGINE_S
         stock(self, timeout)
 
-    return shutdown
-
-
-def _patch_check_admission(stock: Any) -> Any:
-    """Returns a `check_admission` of vLLM's AsyncLLM that refuses requests while the server
-    stops."""
-
-    def check_admission(self: Any, n: int = 1, request_id: str | None = None) -> None:
+    @wrap("v1.engine.async_llm:AsyncLLM.check_admission")
+    def check_admission(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses requests while the server stops."""
         if getattr(self, _STOPPING, False):
             raise ServerStopping
-        stock(self, n, request_id)
+        stock(self, *args, **kwargs)
 
-    return check_admission
-
-
-def _patch_close(stock: Any) -> Any:
-    """Returns a `shutdown` of vLLM's HTTP server that waits at most `CONNECTIONS_S` for
-    connections."""
-
-    async def close(self: Any, sockets: Any = None) -> None:
+    @wrap("entrypoints.launchers.launcher:NoSignalServer.shutdown")
+    async def close(stock: Any, self: Any, sockets: Any = None) -> None:
+        """Waits at most `CONNECTIONS_S` for connections of vLLM's HTTP server."""
         engine = getattr(self.config.app.state, "engine_client", None)
         if engine is not None and _is_ours(engine.vllm_config):
             self.config.timeout_graceful_shutdown = CONNECTIONS_S
         await stock(self, sockets)
-
-    return close
 
 
 def limit_interrupted_start() -> None:

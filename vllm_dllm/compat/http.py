@@ -10,8 +10,8 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm.compat.admission import admit_prompt
-from vllm_dllm.compat.patching import is_server, patch
-from vllm_dllm.compat.usage import TokenCounter, count_http_request, count_results
+from vllm_dllm.compat.metrics import TokenCounter, count_http_request, count_results
+from vllm_dllm.compat.patching import is_server, wrap
 
 MESSAGES = "/v1/messages"
 ROUTES = frozenset(
@@ -35,45 +35,34 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
     request's tokens, or returns None.
     """
 
-    def patch_generate(stock: Any) -> Any:
-        """Returns a replacement of AsyncLLM's `generate`, `stock`, that admits prompts and counts
-        results."""
+    @wrap("v1.engine.async_llm:AsyncLLM.generate")
+    def generate(
+        stock: Any, self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> Any:
+        """Returns vLLM's results of the admitted prompt, counted for `usage`."""
+        prompt = admit_prompt(self, prompt, sampling_params, request_id, options)
+        results = stock(self, prompt, sampling_params, request_id, **options)
+        return count_results(
+            results, lambda: count_tokens(sampling_params, self.renderer.tokenizer)
+        )
 
-        def generate(
-            self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
-        ) -> Any:
-            """Returns vLLM's results of the admitted prompt, counted for `usage`."""
-            prompt = admit_prompt(self, prompt, sampling_params, request_id, options)
-            results = stock(self, prompt, sampling_params, request_id, **options)
-            return count_results(
-                results, lambda: count_tokens(sampling_params, self.renderer.tokenizer)
-            )
-
-        return generate
-
-    def patch_respond(stock: Any) -> Any:
-        """Returns a replacement of vLLM's generator of responses, `stock`, that admits prompts."""
-
-        def respond(
-            self: Any,
-            request_id: str,
-            engine_input: Any,
-            sampling_params: Any,
-            *args: Any,
-            **options: Any,
-        ) -> Any:
-            """Returns vLLM's response to the admitted prompt."""
-            engine = self.engine_client
-            prompt = admit_prompt(engine, engine_input, sampling_params, request_id, options)
-            return stock(self, request_id, prompt, sampling_params, *args, **options)
-
-        return respond
-
-    patch("v1.engine.async_llm:AsyncLLM.generate", patch_generate)
-    patch(
-        "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
-        patch_respond,
+    @wrap(
+        "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools"
     )
+    def respond(
+        stock: Any,
+        self: Any,
+        request_id: str,
+        engine_input: Any,
+        sampling_params: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Returns vLLM's response to the admitted prompt."""
+        engine = self.engine_client
+        prompt = admit_prompt(engine, engine_input, sampling_params, request_id, options)
+        return stock(self, request_id, prompt, sampling_params, *args, **options)
+
     logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_server_error)
 
 
@@ -128,21 +117,15 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
             error = complain(*found)
         return await request.app.exception_handlers[Exception](request, error)
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's `init_exception_handler`, `stock`, that also installs our
-        checks and handlers of errors."""
-
-        def init_exception_handler(app: Any) -> None:
-            stock(app)
-            app.dependency_overrides[validate_json_request] = validate
-            app.exception_handler(_MessageError)(answer_message)
-            # Starlette looks for the handler of an exception's own class first.
-            for kind in (AttributeError, LookupError):
-                app.exception_handler(kind)(answer)
-
-        return init_exception_handler
-
-    patch("entrypoints.launchers.app:init_exception_handler", make)
+    @wrap("entrypoints.launchers.app:init_exception_handler")
+    def init_exception_handler(stock: Any, app: Any) -> None:
+        """Also installs our checks and handlers of errors."""
+        stock(app)
+        app.dependency_overrides[validate_json_request] = validate
+        app.exception_handler(_MessageError)(answer_message)
+        # Starlette looks for the handler of an exception's own class first.
+        for kind in (AttributeError, LookupError):
+            app.exception_handler(kind)(answer)
 
 
 async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
@@ -195,17 +178,10 @@ def set_beam_search_check(check: Callable[[], None]) -> None:
     """Has `check()`, which may raise, called when a diffusion model is asked for beam search, also
     offline. Patches a method that vLLM calls with the parameters of a beam search. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's `resolve_watermarking`, `stock`, that calls `check`
-        first."""
-
-        def resolve_watermarking(
-            self: InputProcessor, params: SamplingParams | BeamSearchParams
-        ) -> bool:
-            if self.model_config.is_diffusion and isinstance(params, BeamSearchParams):
-                check()
-            return bool(stock(self, params))
-
-        return resolve_watermarking
-
-    patch("v1.engine.input_processor:InputProcessor.resolve_watermarking", make)
+    @wrap("v1.engine.input_processor:InputProcessor.resolve_watermarking")
+    def resolve_watermarking(
+        stock: Any, self: InputProcessor, params: SamplingParams | BeamSearchParams
+    ) -> bool:
+        if self.model_config.is_diffusion and isinstance(params, BeamSearchParams):
+            check()
+        return bool(stock(self, params))

@@ -43,6 +43,23 @@ def patch(target: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, ours)
 
 
+def wrap(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function that runs in place of vLLM's function or method `target`, as by `patch`.
+    It gets vLLM's own as its first argument, and then those of the call."""
+
+    def install(ours: Callable[..., Any]) -> Callable[..., Any]:
+        def make(stock: Any) -> Any:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return ours(stock, *args, **kwargs)
+
+            return replacement
+
+        patch(target, make)
+        return ours
+
+    return install
+
+
 def get_stock(target: str) -> Any:
     """Returns vLLM's own `target`, also after `patch` has replaced it."""
     owner, name = resolve_target(target)

@@ -12,7 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_dllm.compat import version
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 
 
 class SchedulerHooks(Scheduler):
@@ -164,14 +164,10 @@ def ask_for_draft_tokens_only_if_needed() -> None:
     where its scheduler knows them. That saves a round trip between processes (0.7 ms of 15 on two
     cores). Repeatable."""
 
-    def make(stock: Any) -> Any:
-        def post_step(self: Any, model_executed: bool) -> None:
-            if not getattr(self.scheduler, "knows_draft_tokens", False):
-                stock(self, model_executed)
-
-        return post_step
-
-    patch("v1.engine.core:EngineCore.post_step", make)
+    @wrap("v1.engine.core:EngineCore.post_step")
+    def post_step(stock: Any, self: Any, model_executed: bool) -> None:
+        if not getattr(self.scheduler, "knows_draft_tokens", False):
+            stock(self, model_executed)
 
 
 def scheduled_at(output: SchedulerOutput) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_dllm.compat.patching import patch, set_entry
+from vllm_dllm.compat.patching import set_entry, wrap
 
 
 def set_config_hooks(
@@ -16,32 +16,24 @@ def set_config_hooks(
     before vLLM looks for the model. `complete` is called with the configuration made from them,
     which it may change in place. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-            check(self)
-            config: VllmConfig = stock(self, *args, **kwargs)
-            complete(config)
-            return config
-
-        return create_engine_config
-
-    patch("engine.arg_utils:EngineArgs.create_engine_config", make)
+    @wrap("engine.arg_utils:EngineArgs.create_engine_config")
+    def create_engine_config(stock: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        check(self)
+        config: VllmConfig = stock(self, *args, **kwargs)
+        complete(config)
+        return config
 
 
 def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
     """Patches vLLM's opening of its port: a server that cannot listen ends with the line that
     `explain(host, port, error)` returns, without a traceback. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        def create_server_socket(addr: tuple[str, int], **kwargs: Any) -> Any:
-            try:
-                return stock(addr, **kwargs)
-            except OSError as error:
-                raise SystemExit(explain(*addr, error)) from None
-
-        return create_server_socket
-
-    patch("entrypoints.launchers.launcher:create_server_socket", make)
+    @wrap("entrypoints.launchers.launcher:create_server_socket")
+    def create_server_socket(stock: Any, addr: tuple[str, int], **kwargs: Any) -> Any:
+        try:
+            return stock(addr, **kwargs)
+        except OSError as error:
+            raise SystemExit(explain(*addr, error)) from None
 
 
 def set_serving_config(architecture: str, serving_config: type) -> None:

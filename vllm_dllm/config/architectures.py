@@ -60,13 +60,13 @@ class Family:
 _NO_WINDOWS = {"use_sliding_window": False}
 FAMILIES = {
     "SDARForCausalLM": Family(
-        "masked_qwen",
+        "masked",
         "SDARConfig",
         threshold=0.85,
         fixed=_NO_WINDOWS,
     ),
     "SDARMoeForCausalLM": Family(
-        "masked_qwen",
+        "masked",
         "SDARMoeConfig",
         threshold=0.85,
         fixed=_NO_WINDOWS,
@@ -84,14 +84,14 @@ FAMILIES = {
         },
     ),
     "NemotronLabsDiffusionModel": Family(
-        "nemotron_labs",
+        "masked",
         "NemotronLabsDiffusionConfig",
         threshold=0.9,
         is_causal=True,
         fixed={"dlm_paradigm": "bidirectional"},
     ),
     "Fast_dLLM_QwenForCausalLM": Family(
-        "masked_qwen",
+        "masked",
         "FastDLLMQwenConfig",
         threshold=1.0,
         is_shifted=True,

@@ -1,5 +1,6 @@
 """Checks settings and request keys against declared types, with errors of one line."""
 
+import difflib
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import field
@@ -17,8 +18,6 @@ from typing import (
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Strict, StringConstraints, ValidationError
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
-
-from vllm_dllm.config.names import describe_unknown_name
 
 MAX_COUNT = 1 << 30
 """The largest count of anything: fits 32 bits, with room for sums."""
@@ -134,3 +133,26 @@ def _describe_bounds(metadata: Iterable[Any], form: str) -> str:
             case Le(le=most):
                 found.append(f"<= {most:{form}}")
     return " " + " and ".join(found) if found else ""
+
+
+def describe_unknown_name(name: str, known: Iterable[str], place: str = "", shown: str = "") -> str:
+    """Returns the message about `name`, which is not in `known`: with the nearest known name or, if
+    none is near, with all of them. `place`: text before each name. `shown`: the name as the user
+    wrote it, if not `place` and `name`."""
+    names, came = sorted(known), shown or f"{place}{name}"
+    if near := nearest_name(name, names):
+        return f"{came} is not known. Did you mean {place}{near}?"
+    return f"{came} is not known. Known are: {', '.join(place + one for one in names)}."
+
+
+def nearest_name(name: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
+    """Returns the name in `known` that is most like `name`, whatever its case and hyphens. None if
+    none reaches `likeness`, from 0 to 1."""
+    by_plain = {normalize_name(one): one for one in known}
+    near = difflib.get_close_matches(normalize_name(name), by_plain, n=1, cutoff=likeness)
+    return by_plain[near[0]] if near else None
+
+
+def normalize_name(name: str) -> str:
+    """Returns `name` in lower case and with underscores for hyphens, as names are compared."""
+    return name.lower().replace("-", "_")

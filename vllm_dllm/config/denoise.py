@@ -81,7 +81,13 @@ class DenoiseConfig:
                     f"(for example {example!r}). Add it to the checkpoint's generation_config.json "
                     f"or pass it with --override-generation-config."
                 )
-        values["entropy_bound"] = _entropy_bound(values["sampler_config"])
+        sampler = values["sampler_config"]
+        if not isinstance(sampler, Mapping) or sampler.get("_cls_name") != ENTROPY_BOUND_SAMPLER:
+            raise ValueError(
+                f"generation_config's sampler_config must be of kind {ENTROPY_BOUND_SAMPLER!r} "
+                f"(for example {_EXAMPLES['sampler_config']!r}), got {sampler!r}."
+            )
+        values["entropy_bound"] = sampler.get("entropy_bound")
         known = {key: values[key] for key in cls.__annotations__}
         return parse_settings(cls, known, "generation_config's ", _REMEDY)
 
@@ -102,18 +108,6 @@ def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
         },
         max_denoising_steps=diffusion_config.max_denoising_steps,
     )
-
-
-def _entropy_bound(sampler_config: Any) -> Any:
-    """Returns the `entropy_bound` of a `sampler_config`, None if it has none. Raises ValueError if
-    the sampler is of another kind."""
-    name = sampler_config.get("_cls_name") if isinstance(sampler_config, Mapping) else None
-    if name != ENTROPY_BOUND_SAMPLER:
-        raise ValueError(
-            f"generation_config's sampler_config must be of kind {ENTROPY_BOUND_SAMPLER!r} "
-            f"(for example {_EXAMPLES['sampler_config']!r}), got {sampler_config!r}."
-        )
-    return sampler_config.get("entropy_bound")
 
 
 _REMEDY = (

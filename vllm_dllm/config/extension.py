@@ -1,6 +1,6 @@
 """Settings that vLLM has no option for: `--additional-config '{"vllm_dllm": {...}}'`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -13,12 +13,12 @@ from vllm_dllm.config.checks import (
     Integer,
     Number,
     PathName,
+    nearest_name,
     parse_settings,
     settings,
 )
 from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
 from vllm_dllm.config.drafter import DrafterConfig
-from vllm_dllm.config.names import nearest_name
 
 WindowRule = Literal["reference", "symmetric"]
 KernelChoice = Literal["measured", "shipped", "stock"]
@@ -121,7 +121,16 @@ class ExtensionConfig:
             raise ValueError(
                 "self_conditioning_tolerance and self_conditioning_top_k exclude each other."
             )
-        _check_order(self.load_stages)
+        for earlier, later in pairwise(self.load_stages):
+            if (
+                later.canvases <= earlier.canvases
+                or later.confidence_threshold < earlier.confidence_threshold
+                or later.stability_threshold > earlier.stability_threshold
+            ):
+                raise ValueError(
+                    f"load_stages must be ordered: each with more canvases than the one before, "
+                    f"and no tighter threshold, got {later} after {earlier}."
+                )
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "ExtensionConfig":
@@ -135,21 +144,6 @@ class ExtensionConfig:
         for name in given:
             _check_place(name, cls.__annotations__)
         return parse_settings(cls, given[SECTION] if given.get(SECTION) is not None else {})
-
-
-def _check_order(stages: Sequence[LoadStage]) -> None:
-    """Raises ValueError unless each stage has more canvases than the stage before it, and no
-    tighter threshold."""
-    for earlier, later in pairwise(stages):
-        if (
-            later.canvases <= earlier.canvases
-            or later.confidence_threshold < earlier.confidence_threshold
-            or later.stability_threshold > earlier.stability_threshold
-        ):
-            raise ValueError(
-                f"load_stages must be ordered: each with more canvases than the one before, and "
-                f"no tighter threshold, got {later} after {earlier}."
-            )
 
 
 def _check_place(name: str, settings: Iterable[str]) -> None:

@@ -65,23 +65,18 @@ def reuse_compiled_models(vllm_config: VllmConfig) -> None:
     from vllm_dllm.cpu.compat import compiled_models
 
     compiled_models.allow_loading_inductor_models()
-    compiled_models.add_to_cache_key(vllm_config, cache_key())
-    compiled_models.set_compilation_callback(_log_compilation)
-
-
-def cache_key() -> str:
-    """Returns text of what a compiled model depends on beyond vLLM's cache key. vLLM's key has the
-    versions of vLLM and torch, the configurations, and the sources of functions called in the
-    forward, but not our sources, which shape the model when it is built."""
-    return ", ".join(
-        [
-            sources(),
-            f"{torch.get_num_threads()} threads",
-            torch.backends.cpu.get_cpu_capability(),  # the vectors in the generated code
-            platform.machine(),
-            instruction_set(),  # what the compiler was free to use
-        ]
+    # What a compiled model depends on beyond vLLM's cache key, which has the versions of vLLM and
+    # torch, the configurations, and the sources of functions called in the forward, but not our
+    # sources, which shape the model when it is built.
+    key = (
+        sources(),
+        f"{torch.get_num_threads()} threads",
+        torch.backends.cpu.get_cpu_capability(),  # the vectors in the generated code
+        platform.machine(),
+        instruction_set(),  # what the compiler was free to use
     )
+    compiled_models.add_to_cache_key(vllm_config, ", ".join(key))
+    compiled_models.set_compilation_callback(_log_compilation)
 
 
 def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:

@@ -29,7 +29,8 @@ SMALL_MACHINE_CORES = 8
 def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
     """Returns the ids of the cores that each worker computes on, and logs them. `by_worker`: the
     ids of the cores that each worker may have."""
-    wanted = _omp_num_threads()
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    wanted = int(asked) if asked.isdigit() else 0  # 0: none asked for
     share = cpu_cores.available_cpu_count() // len(by_worker)  # a quota may allow less than all
     chosen = [cores[: wanted or _num_compute_cores(len(cores), share)] for cores in by_worker]
     logger.info(
@@ -47,13 +48,6 @@ def _num_compute_cores(num_cores: int, share: int) -> int:
     if share < num_cores:  # threads that wait for one that used its quota up gain nothing
         return max(1, share)
     return num_cores if num_cores <= SMALL_MACHINE_CORES else num_cores - 1
-
-
-def _omp_num_threads() -> int | None:
-    """Returns the first number of the user's OMP_NUM_THREADS. None if it is not set, or no number
-    above 0."""
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 MIN_WORK = 30_000_000

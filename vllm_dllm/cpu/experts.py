@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.cpu.compat.expert_kernels import FusedMoEConfig, StockExperts, prefer_expert_kernel
+from vllm_dllm.cpu.compat.kernels import FusedMoEConfig, StockExperts, prefer_expert_kernel
 from vllm_dllm.cpu.processor import cpu_vendor
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -132,16 +132,12 @@ class ForkedProcess(context.ForkServerProcess):
         its end, and a spawned process destroys modules object by object. Either takes seconds with
         thawed modules, and vLLM kills an engine after five.
         """
-        gc.unfreeze = _stay_frozen
+        gc.unfreeze = lambda: None
         code: int = super()._bootstrap(*args, **kwargs)  # type: ignore[misc]
         atexit._run_exitfuncs()
         # PyDLL keeps Python's lock: none of its threads runs while libraries of C end.
         ctypes.PyDLL(None).exit(code)
         return code
-
-
-def _stay_frozen() -> None:
-    """Replaces `gc.unfreeze` and does nothing."""
 
 
 class ForkContext(context.ForkServerContext):

@@ -28,7 +28,13 @@ def run(parent: int, imports: Iterable[str]) -> None:
     for name in imports:
         with contextlib.suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(name)
-    _freeze_imports()
+    # From here on the parent is not checked, and Python's server ignores SIGINT.
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.collect()
+    gc.freeze()  # or garbage collectors of children would write into shared pages
+    gc.enable()
 
 
 def _prepare_server(parent: int) -> None:

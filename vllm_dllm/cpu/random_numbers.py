@@ -49,19 +49,6 @@ def murmur3(seeds: Array, positions: Array, tokens: Array, domain: int = 0) -> A
         return h ^ (h >> np.uint32(16))
 
 
-def _uniform32(bits: Array) -> Array:
-    """Returns uint32 `bits` as fp32 numbers in (0, 1)."""
-    high = (bits >> np.uint32(16)).astype(np.float32) * np.float32(1.52587890625e-05)
-    low = (bits & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)
-    return high + low * np.float32(2.3283064365386963e-10)
-
-
-def _uniform64(bits: Array) -> Array:
-    """Returns `bits`, uint64 with 53 bits in use, as fp64 numbers in (0, 1)."""
-    uniform = (bits.astype(np.float64) + 0.5) * 1.1102230246251565e-16
-    return np.where(uniform == 1.0, uniform - 1.1102230246251565e-16, uniform)
-
-
 def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> Array:
     """Returns Gumbel noise for `seeds`, `positions` and `tokens`, all int64 and broadcast against
     each other. The noise is fp64 or fp32. In fp32 the large values, which decide, have the finest
@@ -69,9 +56,14 @@ def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> A
     if fp64:
         low = murmur3(seeds, positions, tokens).astype(np.uint64)
         high = murmur3(seeds, positions, tokens, _SECOND_STREAM).astype(np.uint64)
-        uniform = _uniform64(((high << np.uint64(32)) | low) >> np.uint64(11))
+        bits = ((high << np.uint64(32)) | low) >> np.uint64(11)  # 53 of them
+        uniform = (bits.astype(np.float64) + 0.5) * 1.1102230246251565e-16
+        uniform = np.where(uniform == 1.0, uniform - 1.1102230246251565e-16, uniform)
         return -np.log(-np.log(uniform))
-    uniform = _uniform32(murmur3(seeds, positions, tokens))
+    bits = murmur3(seeds, positions, tokens)
+    upper = (bits >> np.uint32(16)).astype(np.float32) * np.float32(1.52587890625e-05)
+    lower = (bits & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)
+    uniform = upper + lower * np.float32(2.3283064365386963e-10)
     return -np.log(-np.log1p(-uniform))
 
 

@@ -57,7 +57,9 @@ def verify(
     accepted = best[rows] == proposed
     some_sampled = not bool(greedy.all())
     if some_sampled:
-        ratio = _log_ratio(logits, draft_logits, rows, proposed.clamp(min=0))
+        ratio = logits[rows, tokens := proposed.clamp(min=0)] - logits.logsumexp(dim=-1)[rows]
+        if draft_logits is not None:  # else the draft was certain
+            ratio -= draft_logits[rows, tokens] - draft_logits.logsumexp(dim=-1)[rows]
         accepted = torch.where(greedy[:, None], accepted, ratio > draws.uniform().log()[rows])
     num_accepted = (accepted & (proposed >= 0)).int().cumprod(dim=1).sum(dim=1)
 
@@ -72,20 +74,6 @@ def verify(
         final = torch.where(greedy, final, (residual + draws.gumbel(last)).argmax(dim=-1))
     tokens = torch.where(columns < num_accepted[:, None], proposed, final[:, None])
     return tokens, (num_accepted + 1).int()
-
-
-def _log_ratio(
-    logits: torch.Tensor,  # [N, V]
-    draft_logits: torch.Tensor | None,  # [N, V]
-    rows: torch.Tensor,  # [R, W]
-    tokens: torch.Tensor,  # [R, W]
-) -> torch.Tensor:
-    """Returns log(p / q) [R, W] of `tokens`, each by the logits of its row in `rows`.
-    `draft_logits` None: q = 1."""
-    ratio = logits[rows, tokens] - logits.logsumexp(dim=-1)[rows]
-    if draft_logits is not None:
-        ratio -= draft_logits[rows, tokens] - draft_logits.logsumexp(dim=-1)[rows]
-    return ratio
 
 
 def _subtract_draft_distribution(

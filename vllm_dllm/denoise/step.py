@@ -118,7 +118,10 @@ def denoise_step(
         is_sure |= is_confident(entropy, valid, rules.confidence_threshold)
     converged = (repeated >= rules.stability_threshold) & is_sure
     if constrained is not None:
-        converged |= _is_at_rest(repeated, rules, revealing) & constrained.is_chosen
+        # Never where tokens are revealed permanently: each changes the next guess.
+        at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
+        at_rest = at_rest if revealing is None else at_rest & ~revealing.is_chosen
+        converged |= at_rest & constrained.is_chosen
     done = converged if all_revealed is None else converged | all_revealed
     steps_done = state.steps_done + 1
     return StepOutcome(
@@ -131,13 +134,17 @@ def denoise_step(
     )
 
 
-def _is_at_rest(
-    repeated: torch.Tensor,  # [n] int64
-    rules: StepRules,
-    revealing: Reveal | None,
+def temperature(
+    steps_done: torch.Tensor,  # [n] int, denoising steps already taken on this canvas
+    num_steps: torch.Tensor,  # [n] int, the request's step cap N
+    t_min: float | torch.Tensor,  # for all canvases, or [n]
+    t_span: float | torch.Tensor,  # t_max - t_min
 ) -> torch.Tensor:
-    """Returns [n] bool: canvases whose best guess has not changed for `AT_REST` steps. Canvases
-    that are revealed permanently are never among them: each revealed token changes the next
-    guess."""
-    at_rest = (repeated >= AT_REST) & (repeated >= rules.stability_threshold)
-    return at_rest if revealing is None else at_rest & ~revealing.is_chosen
+    """Returns the coming step's temperature, [n] fp32: `t_min + t_span * s / N` with s steps left.
+    It is hot while much is undecided, and cooler towards the last step.
+
+    A request with a lower cap N goes through the whole schedule in N steps, like the reference's
+    `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)`.
+    """
+    remaining = (num_steps - steps_done).clamp(min=1)
+    return t_min + t_span * (remaining / num_steps)  # ints divide to fp32

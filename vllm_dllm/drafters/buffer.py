@@ -95,22 +95,16 @@ class BlockBuffer:
         shard = self._shard
         # Only the last line of a file may be cut.
         if shard is None or shard.is_cut or self._shard_bytes + len(line) > shard_size:
-            shard = self._open_shard()
+            self.path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+            found = (_NUMBER.match(shard.name) for shard in self.path.glob(PATTERN))
+            number = max((int(match[1]) for match in found if match), default=0) + 1
+            shard = LineFile(self.path / f"blocks-{number:09}-{os.getpid()}.jsonl")
+            if self._shard is not None:
+                self._shard.close()
+            self._shard, self._shard_bytes = shard, 0
+            self._delete_oldest_shards()
         shard.append(line)
         self._shard_bytes += len(line)
-
-    def _open_shard(self) -> LineFile:
-        """Closes the current shard, opens and returns a new one, and deletes old ones to make room
-        for it."""
-        self.path.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
-        found = (_NUMBER.match(shard.name) for shard in self.path.glob(PATTERN))
-        number = max((int(match[1]) for match in found if match), default=0) + 1
-        shard = LineFile(self.path / f"blocks-{number:09}-{os.getpid()}.jsonl")
-        if self._shard is not None:
-            self._shard.close()
-        self._shard, self._shard_bytes = shard, 0
-        self._delete_oldest_shards()
-        return shard
 
     def _delete_oldest_shards(self) -> None:
         """Deletes the oldest shards until there is room for one more full shard."""

@@ -26,7 +26,7 @@ from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
-from vllm_dllm.drafters.layout import DrafterLayout, DrafterMismatch, check_drafter
+from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
 from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 logger = init_logger(__name__)
@@ -45,7 +45,13 @@ class WidthDFlashSpeculator(DFlashHooks):
         layout = check_drafter(
             read_drafter_config(draft), target.hf_config.to_dict(), draft.model, target.model
         )
-        check_width(vllm_config.speculative_config.num_speculative_tokens, layout, draft.model)
+        num_drafted = vllm_config.speculative_config.num_speculative_tokens
+        if layout.block_size is not None and num_drafted > layout.block_size - 1:
+            raise DrafterMismatch(
+                f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
+                f"{draft.model} was trained with blocks of {layout.block_size}, the anchor and "
+                f"{layout.block_size - 1} drafted tokens. Ask for at most {layout.block_size - 1}."
+            )
         if config.draft_window is not None:
             set_draft_window(draft, config.draft_window)
         super().__init__(vllm_config, device)
@@ -255,16 +261,6 @@ def read_drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
     model, revision = draft_model_config.model, draft_model_config.revision
     written = get_hf_file_to_dict("config.json", model, revision)
     return written or draft_model_config.hf_config.to_dict()
-
-
-def check_width(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
-    """Raises DrafterMismatch if the drafter's own blocks are narrower than `num_drafted` needs."""
-    if layout.block_size is not None and num_drafted > layout.block_size - 1:
-        raise DrafterMismatch(
-            f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
-            f"{drafter} was trained with blocks of {layout.block_size}, the anchor and "
-            f"{layout.block_size - 1} drafted tokens. Ask for at most {layout.block_size - 1}."
-        )
 
 
 def set_draft_window(draft_model_config: Any, window: int) -> None:

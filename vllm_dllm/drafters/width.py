@@ -70,11 +70,6 @@ class _AcceptanceHistory:
     share_accepted: float = 1.0
     """Average share of a draft's tokens that were accepted."""
 
-    def add_draft(self, num_drafts: int, num_accepted: int) -> None:
-        """Adds a verified draft to the averages."""
-        self.num_accepted = (self.num_accepted + num_accepted) / 2
-        self.share_accepted = (self.share_accepted + num_accepted / num_drafts) / 2
-
 
 class AcceptanceWidth(WidthPolicy):
     """The policy `acceptance`: drafts for the requests with which the batch yields the most tokens
@@ -188,7 +183,8 @@ class AcceptanceWidth(WidthPolicy):
         self._num_accepted_of_all += (1 - self.MEMORY) * change
         self._paying_key = None
         history = self._history(request_id)
-        history.add_draft(num_drafts, num_accepted)
+        history.num_accepted = (history.num_accepted + num_accepted) / 2
+        history.share_accepted = (history.share_accepted + num_accepted / num_drafts) / 2
         quarter = -(-history.width // 4)
         if history.share_accepted < self.LOW:
             history.width = max(history.width - quarter, 1)

@@ -1,12 +1,12 @@
 """Structured outputs: replaces the best guesses of a canvas so that the answer fits its grammar.
 
 The model predicts every position of a canvas again in each step, so only the emitted tokens must be
-legal. In each step `canvas.py` finds a legal path through the rows:
+legal. In each step `canvas.py` finds a legal path through the rows, and cuts it where the answer
+can still be completed:
 
 - `walk.py` goes along the best guesses and repairs what the grammar rejects. Where that is
-  improbable, `best_first_search.py` and then `beam_search.py` look for a better path.
-- `cutting.py` cuts the path where the answer can still be completed, with the searches of
-  `completion.py`.
+  improbable, `best_first_search.py` looks for a better path, then by a beam.
+- `completion.py` searches for completions.
 - `revealed_run.py` does both for masked models, whose tokens stay once they are revealed.
 
 `state.py` is an answer's place in its grammar, and `compiler.py` makes the first one. There is no

@@ -1,7 +1,7 @@
 """Best-first search for the cheapest legal path: it always extends the cheapest beginning.
 
 Where the model is mostly sure of a canvas, it looks at a few states for each fault. The beam search
-would follow all its hypotheses to the end.
+would follow all its hypotheses to the end; it is for where the model is too unsure.
 """
 
 import heapq
@@ -10,8 +10,7 @@ from itertools import count
 
 import numpy as np
 
-from vllm_dllm.grammar.masks import has_tokens
-from vllm_dllm.grammar.rows import CanvasRows, FoundPath
+from vllm_dllm.grammar.rows import CanvasRows, FoundPath, has_tokens
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import find_unsure_rows, mask_with_few_spaces
 
@@ -87,7 +86,11 @@ class _BestFirstSearch:
             if isinstance(item, _NextTokens):
                 self._extend_by_cheapest_token(item)
             elif isinstance(item, _Alternative):
-                self._push_alternative_tokens(item)
+                state = item.beginning.state.copy()
+                state.consume_tokens(item.guesses)
+                tokens = item.beginning.tokens + item.guesses
+                extended = _Beginning(state, tokens, item.beginning.cost_nats)
+                self._push_next_tokens(extended, but_best_guess=True)
             elif item.state.has_ended or len(item.tokens) == self._num_rows:
                 return FoundPath(item.tokens, item.cost_nats)
             else:
@@ -118,14 +121,6 @@ class _BestFirstSearch:
                 self._push(beginning.cost_nats, self._num_rows, beginning)
                 return
         self._push_next_tokens(beginning, but_best_guess=False)
-
-    def _push_alternative_tokens(self, alternative: _Alternative) -> None:
-        """Queues the legal tokens of an alternative's row, except the row's best guess."""
-        beginning, guesses = alternative.beginning, alternative.guesses
-        state = beginning.state.copy()
-        state.consume_tokens(guesses)
-        extended = _Beginning(state, beginning.tokens + guesses, beginning.cost_nats)
-        self._push_next_tokens(extended, but_best_guess=True)
 
     def _push_next_tokens(self, beginning: _Beginning, *, but_best_guess: bool) -> None:
         """Queues the legal tokens after a beginning; with `but_best_guess` without the row's best
@@ -163,3 +158,96 @@ class _BestFirstSearch:
         if state.consume_token(token):
             extended = _Beginning(state, [*beginning.tokens, token], cost)
             self._push(cost, len(extended.tokens), extended)
+
+
+# A confident token in the wrong place, like a quotation mark too early, is legal, and everything
+# after it has to be repaired. So the beam search follows several paths at once. A path costs how
+# much less probable its tokens are than the rows' best guesses.
+
+BEAM_WIDTH = 12
+_MARGIN_NATS = 16.0
+"""Paths that cost this much more than the cheapest are dropped."""
+
+
+@dataclass
+class _Hypothesis:
+    """One of the paths that the search follows: its tokens up to some row."""
+
+    state: GrammarState  # after the tokens
+    tokens: list[int]
+    cost_nats: float
+    mask: np.ndarray | None  # [W] uint32, legal after the tokens; None: they ended the answer
+
+
+def beam_search(
+    start: GrammarState,
+    rows: CanvasRows,
+    num_rows: int,
+    prefix: list[int],  # for the first rows: all of the reasoning, and no repair of the answer
+) -> FoundPath | None:
+    """Returns the cheapest path found through the first `num_rows` rows that begins with the tokens
+    `prefix`. Returns None if every path comes to a dead end. Does not move `start`, the state at
+    the canvas' first row.
+
+    Raises:
+        StuckError: the matcher has given up.
+    """
+    state = start.copy()
+    for token in prefix:
+        state.consume_token(token)
+    beam = [_Hypothesis(state, list(prefix), 0.0, mask_with_few_spaces(state))]
+    ended: list[_Hypothesis] = []
+    unsure = find_unsure_rows(start, rows, num_rows)
+    row = len(prefix)
+    while row < num_rows:
+        if len(beam) == 1:  # best guesses, up to the next unsure row or the first illegal one
+            (only,), next_unsure = beam, int(unsure[np.searchsorted(unsure, row)])
+            guesses = rows.tokens[row:next_unsure, 0].tolist()
+            if guesses and (count := only.state.consume_tokens(guesses)):
+                only.tokens += guesses[:count]
+                only.mask = mask_with_few_spaces(only.state)
+                row += count
+                continue
+        beam = _extend_by_one_row(beam, rows, row)
+        ended += [one for one in beam if one.state.has_ended]
+        beam = [one for one in beam if not one.state.has_ended]
+        if ended:
+            best = min(one.cost_nats for one in ended)
+            beam = [one for one in beam if one.cost_nats < best]
+        if not beam:
+            break
+        row += 1
+    cheapest = min(beam + ended, key=lambda one: one.cost_nats, default=None)
+    return None if cheapest is None else FoundPath(cheapest.tokens, cheapest.cost_nats)
+
+
+def _extend_by_one_row(beam: list[_Hypothesis], rows: CanvasRows, row: int) -> list[_Hypothesis]:
+    """Returns the cheapest hypotheses that are one token longer than those of `beam`, at most
+    `BEAM_WIDTH`. Hypotheses with the same mask are mostly in the same state: only the cheapest one
+    of them is kept. Does not change `beam`."""
+    tokens, logprobs = rows.candidates(row)
+    costs = (logprobs[0] - logprobs).tolist()
+    children: list[tuple[float, int, int]] = []  # cost, index in the beam, token
+    for i, parent in enumerate(beam):
+        assert parent.mask is not None, "hypotheses that ended are not extended"
+        legal = np.flatnonzero(has_tokens(parent.mask, tokens)).tolist()
+        for rank in legal:
+            children.append((parent.cost_nats + costs[rank], i, int(tokens[rank])))
+        if not legal and parent.mask.any():
+            token, logprob = rows.best_legal(row, parent.mask)
+            children.append((parent.cost_nats + float(logprobs[0]) - logprob, i, token))
+    children.sort()
+    kept: list[_Hypothesis] = []
+    seen: set[bytes] = set()
+    for cost, i, token in children:
+        if cost > children[0][0] + _MARGIN_NATS or len(kept) == BEAM_WIDTH:
+            break
+        state = beam[i].state.copy()
+        if not state.consume_token(token):
+            continue
+        mask = None if state.has_ended else mask_with_few_spaces(state)
+        signature = b"" if mask is None else mask.tobytes()
+        if signature not in seen:
+            seen.add(signature)
+            kept.append(_Hypothesis(state, [*beam[i].tokens, token], cost, mask))
+    return kept

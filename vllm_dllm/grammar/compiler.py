@@ -62,7 +62,11 @@ class GrammarCompiler:
             if matcher is not None:
                 self._compiled.move_to_end(text)
         if matcher is None:
-            matcher = compile_grammar(self.vocabulary, text)
+            matcher = LLMatcher(self.vocabulary.tokenizer, text, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # finds out whether anything may come first
+            if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+                raise GrammarError(_describe_error(matcher.get_error()))
             with self._lock:
                 self._compiled[text] = matcher
                 while len(self._compiled) > _MAX_COMPILED:
@@ -108,20 +112,6 @@ def _check_count(count: int, path: str) -> None:
     """Raises GrammarError if an object or a list has more than `_MAX_ENTRIES` entries."""
     if count > _MAX_ENTRIES:
         raise GrammarError(f"{path} must have at most {_MAX_ENTRIES} entries, got {count}")
-
-
-def compile_grammar(vocabulary: GrammarVocabulary, text: str) -> LLMatcher:
-    """Returns the compiled grammar `text`, which is in llguidance's form.
-
-    Raises:
-        GrammarError: the grammar is wrong, or no text satisfies it.
-    """
-    matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # finds out whether anything may come first
-    if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-        raise GrammarError(_describe_error(matcher.get_error()))
-    return matcher
 
 
 def _describe_error(error: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.rows import unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 
 
@@ -22,7 +22,13 @@ def promising_continuations(state: GrammarState, thorough: bool = False) -> Iter
     vocabulary, is_legal = state.vocabulary, state.closing_tokens()
     characters = vocabulary.characters
     orders: tuple[tuple[np.ndarray, int], ...]  # tokens in order, and how many to try
-    if _is_free_text(state, is_legal):
+    num_possible = len(characters)
+    if state.exclusions is not None:
+        allowed = unpack_mask(state.exclusions.allowed_mask, vocabulary.size)
+        num_possible = int(allowed[characters].sum())
+    # Inside of a string or similar free text: more than half of the characters are legal that the
+    # request does not exclude.
+    if 2 * int(is_legal[characters].sum()) > num_possible:
         orders = (
             (vocabulary.special_tokens, 2),
             (vocabulary.string_closers, 6),
@@ -58,17 +64,3 @@ def all_continuations(state: GrammarState) -> list[list[int]] | None:
     first_bytes -= {vocabulary.token_bytes[token] for token in tokens}
     first_bytes -= {b" ", b"\t", b"\r", b"\n", b""}
     return None if first_bytes or not len(tokens) else [[token] for token in tokens.tolist()]
-
-
-def _is_free_text(
-    state: GrammarState,
-    is_legal: np.ndarray,  # [V] bool
-) -> bool:
-    """Returns whether the state is inside of a string or similar free text: more than half of the
-    characters that the request does not exclude are legal."""
-    characters = state.vocabulary.characters
-    num_possible = len(characters)
-    if state.exclusions is not None:
-        allowed = unpack_mask(state.exclusions.allowed_mask, state.vocabulary.size)
-        num_possible = int(allowed[characters].sum())
-    return 2 * int(is_legal[characters].sum()) > num_possible

@@ -128,10 +128,6 @@ class _ArgumentRules:
             raise SchemaError(f"{form.path}/type must be a type of JSON, got {form.kind!r}")
         return f"({_BODY_BY_KIND[form.kind](self, form)})"
 
-    def _enum_body(self, form: Form) -> str:
-        """Returns the body of a rule for the values that a form enumerates."""
-        return " | ".join(_value_literal(value, form.path) for value in form.schema["enum"])
-
     def _string_body(self, form: Form) -> str:
         """Returns the body of a rule for a string that fits the form's length, `pattern` and
         `format`."""
@@ -183,7 +179,11 @@ class _ArgumentRules:
                 if added is False:
                     raise SchemaError(f"{path}/required names {name!r}, which is not a property")
                 named[name] = added
-        self._check_counts(form, len(required), len(named))
+        # The rules below keep the number of properties between these.
+        bounds = (("minProperties", len(required).__ge__), ("maxProperties", len(named).__le__))
+        for key, holds in bounds:
+            if key in schema and not holds(schema[key]):
+                raise SchemaError(f"{path}/{key} is not supported in the arguments of calls")
         if not named:
             if added is False:
                 return '"{}"'
@@ -191,13 +191,6 @@ class _ArgumentRules:
             pair = f'{self._lark.add_terminal(_KEY)} ":" {value}'
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
         return f'"{{" {self._pairs_rule(named, required, path)} "}}"'
-
-    def _check_counts(self, form: Form, least: int, most: int) -> None:
-        """Raises SchemaError if the schema bounds the number of properties more tightly than the
-        rules do. The rules keep it between `least` and `most`."""
-        for key, holds in (("minProperties", least.__ge__), ("maxProperties", most.__le__)):
-            if key in form.schema and not holds(form.schema[key]):
-                raise SchemaError(f"{form.path}/{key} is not supported in the arguments of calls")
 
     def _pairs_rule(self, named: Mapping[str, Any], required: Sequence[str], path: str) -> str:
         """Adds the rule for pairs of key and value, and returns its name. The pairs come in the
@@ -218,7 +211,9 @@ class _ArgumentRules:
 
 
 _BODY_BY_KIND: dict[str, Callable[[_ArgumentRules, Form], str]] = {
-    "values": _ArgumentRules._enum_body,
+    "values": lambda rules, form: " | ".join(
+        _value_literal(value, form.path) for value in form.schema["enum"]
+    ),
     "string": _ArgumentRules._string_body,
     "array": _ArgumentRules._array_body,
     "object": _ArgumentRules._object_body,

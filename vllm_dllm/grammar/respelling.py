@@ -40,28 +40,17 @@ def _spell_with_fewest(
     for is_text, run in groupby(tokens, lambda token: bool(token_bytes[token])):
         if is_text:
             text = b"".join(token_bytes[token] for token in run)
-            fewest += _tokenize_with_fewest(text, token_by_bytes, vocabulary.longest_token_bytes)
+            best: dict[int, list[int]] = {0: []}  # fewest tokens, by the end in the text
+            for end in range(1, len(text) + 1):
+                begins = [
+                    begin
+                    for begin in range(max(0, end - vocabulary.longest_token_bytes), end)
+                    if begin in best and text[begin:end] in token_by_bytes
+                ]
+                if begins:
+                    begin = min(begins, key=lambda begin: len(best[begin]))
+                    best[end] = [*best[begin], token_by_bytes[text[begin:end]]]
+            fewest += best[len(text)]
         else:
             fewest += run
     return fewest
-
-
-def _tokenize_with_fewest(
-    text: bytes, token_by_bytes: Mapping[bytes, int], longest_token_bytes: int
-) -> list[int]:
-    """Returns the fewest tokens of `token_by_bytes` whose bytes are `text`.
-
-    Raises:
-        KeyError: no tokens spell the text.
-    """
-    best: dict[int, list[int]] = {0: []}  # by the end in the text
-    for end in range(1, len(text) + 1):
-        begins = [
-            begin
-            for begin in range(max(0, end - longest_token_bytes), end)
-            if begin in best and text[begin:end] in token_by_bytes
-        ]
-        if begins:
-            begin = min(begins, key=lambda begin: len(best[begin]))
-            best[end] = [*best[begin], token_by_bytes[text[begin:end]]]
-    return best[len(text)]

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.cutting import cut_to_fit
-from vllm_dllm.grammar.masks import has_one_token, mask_of_tokens, only_token
-from vllm_dllm.grammar.rows import LegalPath
+from vllm_dllm.grammar.canvas import cut_to_fit
+from vllm_dllm.grammar.rows import LegalPath, has_one_token, mask_of_tokens, only_token
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, mask_with_few_spaces
 
@@ -116,7 +115,11 @@ def _extend_run(
         if has_one_token(mask):
             token = only_token(mask)
         else:
-            candidate = _choose_legal(state, choose_candidate, row, mask)
+            # Where the model would stop inside of its reasoning, it ends the reasoning.
+            ends = state.reasoning_ends()
+            if ends and choose_candidate(row, None).token in state.stops:
+                mask = mask_of_tokens(ends, state.vocabulary.size)
+            candidate = choose_candidate(row, mask)
             token, summed_nats = candidate.token, summed_nats + candidate.entropy_nats
             is_sure = candidate.probability > rule.threshold
             if not (is_due or is_sure or summed_nats < rule.entropy_bound_nats):
@@ -124,13 +127,3 @@ def _extend_run(
         consumed = state.consume_token(token)
         assert consumed, f"the mask has token {token}, which the grammar then rejects"
         path.tokens.append(token)
-
-
-def _choose_legal(
-    state: GrammarState, choose_candidate: ChooseCandidate, row: int, mask: np.ndarray
-) -> RowCandidate:
-    """Returns the row's candidate among the tokens of the mask [W] uint32. Where the model would
-    stop inside of its reasoning, it chooses only among the tokens that end the reasoning."""
-    if (ends := state.reasoning_ends()) and choose_candidate(row, None).token in state.stops:
-        mask = mask_of_tokens(ends, state.vocabulary.size)
-    return choose_candidate(row, mask)

@@ -6,8 +6,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import add_tokens_, remove_tokens_, unpack_mask
 from vllm_dllm.grammar.reasoning import Reasoning
+from vllm_dllm.grammar.rows import add_tokens_, remove_tokens_, unpack_mask
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 
@@ -51,25 +51,17 @@ class GrammarState:
         """Characters of whitespace in the tokens of whitespace alone that came last."""
         self.plan: list[int] | None = None
         """Tokens that complete the answer from here, if some are known."""
-        # Caches of `completion.find_completion` and `cutting._find_tail`, by their arguments.
+        # Caches of `completion.find_completion` and `canvas._find_tail`, by their arguments.
         self.known_completions: dict[int, list[int] | None] = {}
         self.known_tails: dict[tuple[tuple[int, ...], int, bool], list[int] | None] = {}
 
     def copy(self) -> "GrammarState":
         """Returns another state at the same place, which moves by itself. The plan and the cached
         completions are not copied."""
-        matcher = self._matcher.deep_copy()
-        other = GrammarState(
-            matcher,
-            self.vocabulary,
-            self.stops,
-            self.exclusions,
-            self.min_tokens,
-        )
-        other.reasoning, other._optional_reasoning = self.reasoning, self._optional_reasoning
-        other.in_optional_call = self.in_optional_call
-        other.has_ended, other.num_spaces = self.has_ended, self.num_spaces
-        other._previous, other._has_begun = self._previous, self._has_begun
+        other = GrammarState.__new__(GrammarState)
+        vars(other).update(vars(self))
+        other._matcher = self._matcher.deep_copy()
+        other.plan, other.known_completions, other.known_tails = None, {}, {}
         return other
 
     @property
@@ -242,7 +234,13 @@ class GrammarState:
         if self.exclusions is not None:
             self.exclusions.remove_from_(mask, self._previous)
             if not mask.any():
-                self._add_other_spellings_(mask)
+                # llguidance's mask has only the tokenizer's own spelling of a forced text. If the
+                # request excludes that, any other spelling will do.
+                text = self._matcher.compute_ff_bytes()
+                for end in range(1, min(len(text), self.vocabulary.longest_token_bytes) + 1):
+                    token = self.vocabulary.token_by_bytes.get(text[:end])
+                    if token is not None and self._before_first_excluded([token]):
+                        add_tokens_(mask, [token])
         return mask
 
     def _reasoning_mask(self) -> np.ndarray:
@@ -260,16 +258,6 @@ class GrammarState:
         mask = mask.copy()
         remove_tokens_(mask, {*self.stops, self.vocabulary.tokenizer.eos_token})
         return mask
-
-    def _add_other_spellings_(self, mask: np.ndarray) -> None:
-        """Adds the tokens that the forced text begins with to the mask [W] uint32, in place.
-        llguidance's mask has only the tokenizer's own spelling of a forced text. If the request
-        excludes that, any other spelling will do."""
-        text = self._matcher.compute_ff_bytes()
-        for end in range(1, min(len(text), self.vocabulary.longest_token_bytes) + 1):
-            token = self.vocabulary.token_by_bytes.get(text[:end])
-            if token is not None and self._before_first_excluded([token]):
-                add_tokens_(mask, [token])
 
     def forced_tokens(self) -> list[int]:
         """Returns the tokens that have to come next, up to the first that would end the answer or

@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.masks import (
+from vllm_dllm.grammar.rows import (
+    CanvasRows,
+    LegalPath,
     has_one_token,
     has_token,
     mask_of_tokens,
     pack_mask,
     unpack_mask,
 )
-from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState
 
 SURE_LOGPROB = math.log(0.99)

@@ -141,18 +141,12 @@ def _expected_tensors(
                 shape = (module.org_vocab_size, module.embedding_dim)
                 yield f"{name}.weight", TensorSpec(shape, FLOATS)
         elif not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            own |= dict(_loaded_buffers(name, module))
+            # Buffers that checkpoints hold: all of the vision tower's, and the layers' scalars.
+            in_tower = name.startswith("vision_tower")
+            saved = module.state_dict().keys() if in_tower else {"layer_scalar"}
+            own |= {n: b for n, b in module.named_buffers(recurse=False) if n in saved}
             for kind, tensor in own.items():
                 yield f"{name}.{kind}", TensorSpec(tuple(tensor.shape), FLOATS)
-
-
-def _loaded_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a module's own buffers that checkpoints hold: all of the vision tower's, and the
-    layers' scalars."""
-    saved = module.state_dict().keys() if name.startswith("vision_tower") else {"layer_scalar"}
-    for kind, buffer in module.named_buffers(recurse=False):
-        if kind in saved:
-            yield kind, buffer
 
 
 def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:

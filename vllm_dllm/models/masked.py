@@ -1,11 +1,16 @@
-"""The base of masked models: layers of a vLLM model, with attention by blocks."""
+"""Masked models: layers of a vLLM model, with attention by blocks. Classes are named as in the
+checkpoints' own modelling files."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
@@ -68,3 +73,29 @@ class MaskedModel:
         """Returns logits [rows, V] fp32; None on ranks that do not sample."""
         logits = super().compute_logits(hidden_states)  # type: ignore[misc]
         return None if logits is None else logits.float()
+
+
+class SDARForCausalLM(MaskedModel, Qwen3ForCausalLM):
+    """The model of SDAR and TraDo, with the layers of Qwen3."""
+
+
+class SDARMoeForCausalLM(MaskedModel, Qwen3MoeForCausalLM):
+    """The model of SDAR with experts, with the layers of Qwen3's mixtures of experts."""
+
+
+class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
+    """The model of Fast-dLLM v2, with the layers of Qwen2. Its rows have the next token's
+    logits."""
+
+
+class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
+    """The model that checkpoints call by this name in their own
+    modeling_nemotron_labs_diffusion.py. Causal rows, such as a prompt's, have the next token's
+    logits."""
+
+    names = WeightsMapper(orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."})
+    hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | names  # of quantised layers, too
+
+    def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        # Not Mistral's own, which expects the names and the rotations of its consolidated files.
+        return AutoWeightsLoader(self).load_weights(weights)

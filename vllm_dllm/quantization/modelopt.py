@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -82,9 +81,21 @@ def adapt_modelopt_config(model_config: ModelConfig) -> None:
         return
     if algorithm == "FP8":
         logger.info("On CPUs, inputs of FP8 layers are quantised token by token.")
-    hf_config.quantization_config = to_compressed_tensors_config(
-        algorithm, excluded, hf_config.get_text_config()
-    )
+    # All linears of the text model but those that are excluded. Nothing else can be quantised here.
+    targets = [
+        name
+        for name in (IN_CHECKPOINT + linear for linear in list_linears(hf_config.get_text_config()))
+        if not any(_excludes(pattern, name) for pattern in excluded)
+    ]
+    scheme = SCHEMES[algorithm]
+    hf_config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": scheme["format"],
+        "config_groups": {"group_0": scheme | {"targets": targets}},
+        "ignore": [],
+        READ: algorithm,
+    }
     model_config.quantization = "compressed-tensors"
 
 
@@ -93,29 +104,6 @@ def _is_modelopt_config(written: Mapping[str, Any]) -> bool:
     producer = written.get("producer")
     name = written.get("quant_method") or (isinstance(producer, Mapping) and producer.get("name"))
     return str(name).lower().startswith("modelopt")
-
-
-def to_compressed_tensors_config(
-    algorithm: str, excluded: Iterable[str], text_config: PretrainedConfig
-) -> dict[str, Any]:
-    """Returns compressed-tensors' quantization_config for `algorithm`, a key of `SCHEMES`. Its
-    targets are the full names of the text model's linears, but those that a pattern in `excluded`
-    matches. Nothing else can be quantised here."""
-    patterns = list(excluded)
-    targets = [
-        name
-        for name in (IN_CHECKPOINT + linear for linear in list_linears(text_config))
-        if not any(_excludes(pattern, name) for pattern in patterns)
-    ]
-    scheme = SCHEMES[algorithm]
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": scheme["format"],
-        "config_groups": {"group_0": scheme | {"targets": targets}},
-        "ignore": [],
-        READ: algorithm,
-    }
 
 
 def _excludes(pattern: str, name: str) -> bool:

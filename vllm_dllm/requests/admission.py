@@ -15,12 +15,13 @@ from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks
-from vllm_dllm.requests.limits import check_request_limits, check_token_limits
-from vllm_dllm.requests.numbers import (
+from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_first_token,
     check_numbers,
+    check_request_limits,
     check_sampler_limits,
+    check_token_limits,
 )
 from vllm_dllm.requests.options import (
     PREFIX,
@@ -81,11 +82,26 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
         VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected and
             what came.
     """
-    options = parse_options(params, served)
+    extra = params.extra_args or {}
+    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
+    feed = given.pop(FEED, None)
+    try:
+        options = parse_keys(given, served.defaults, served.family)
+        _check_mode(options, given)
+        _check_canvas(options, served, params)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
+    if isinstance(feed, str):
+        options = replace(options, canvas_feed=feed)
     if served.limits is not None:
         check_request_limits(served.limits, params, options)
-    if served.family is not None and not served.family.is_causal:
-        _check_no_prompt_logprobs(params)
+    asks_of_prompt = (params.prompt_logprobs, params.prompt_logprob_token_ids) != (None, None)
+    if asks_of_prompt and served.family is not None and not served.family.is_causal:
+        raise VLLMValidationError(
+            "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "
+            "own token and those of its block. Leave it out.",
+            parameter="prompt_logprobs",
+        )
     if options.read_only:
         params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
     request = resolve(params)
@@ -126,26 +142,6 @@ def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
     check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
     return request
-
-
-def parse_options(params: SamplingParams, served: ServedModel) -> RequestOptions:
-    """Returns the options that the `diffusion_*` keys of a request ask for. Does not change
-    `params`.
-
-    Raises:
-        VLLMValidationError: a key is unknown, or asks for what this model does not do; names the
-            key.
-    """
-    extra = params.extra_args or {}
-    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
-    feed = given.pop(FEED, None)
-    try:
-        options = parse_keys(given, served.defaults, served.family)
-        _check_mode(options, given)
-        _check_canvas(options, served, params)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
-    return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
 
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
@@ -219,18 +215,6 @@ def _check_canvas(options: RequestOptions, served: ServedModel, params: Sampling
         raise ValueError(
             "diffusion_prediction must be a list of token ids on this server, got a text: it was "
             "started with --skip-tokenizer-init."
-        )
-
-
-def _check_no_prompt_logprobs(params: SamplingParams) -> None:
-    """Raises VLLMValidationError if a request asks for log-probabilities of its prompt. It is for
-    masked models whose known tokens see their whole block: there such log-probabilities mean
-    nothing."""
-    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
-        raise VLLMValidationError(
-            "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "
-            "own token and those of its block. Leave it out.",
-            parameter="prompt_logprobs",
         )
 
 

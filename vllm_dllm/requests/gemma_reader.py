@@ -154,14 +154,12 @@ def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -
     """Returns whether `text` is the beginning of a marker, and one of the stop strings `stops` may
     have cut the marker after it."""
     after = [marker[len(text) :] for marker in markers if text and marker.startswith(text)]
-    return any(_may_cut(stop, text, rest) for rest in after for stop in stops)
-
-
-def _may_cut(stop: str, before: str, after: str) -> bool:
-    """Returns whether the stop string may have cut a marker into `before`, which was sent, and
-    `after`."""
-    is_left_out = after.startswith(stop) or stop.startswith(after)
-    return is_left_out or before.endswith(stop) or stop.endswith(before)
+    return any(
+        # Left out, or kept in what was sent.
+        rest.startswith(stop) or stop.startswith(rest) or text.endswith(stop) or stop.endswith(text)
+        for rest in after
+        for stop in stops
+    )
 
 
 def overlap_length(text: str, word: str) -> int:

@@ -28,7 +28,7 @@ from vllm.tool_parsers.abstract_tool_parser import Tool, ToolParser
 from vllm.tool_parsers.utils import get_function_tools
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.requests.gemma_reader import MARKERS, Call, GemmaReader
+from vllm_dllm.requests.gemma_reader import MARKERS, GemmaReader
 
 logger = init_logger(__name__)
 
@@ -119,7 +119,15 @@ class GemmaToolParser(ToolParser):
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return DeltaMessage(
             content=text or None,
-            tool_calls=[_tool_call_delta(i, call) for i, call in enumerate(calls, first)],
+            tool_calls=[
+                DeltaToolCall(
+                    index=index,  # counts the answer's calls from 0
+                    id=make_tool_call_id(),
+                    type="function",
+                    function=DeltaFunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for index, call in enumerate(calls, first)
+            ],
         )
 
     def finish_streaming(self) -> DeltaMessage | None:
@@ -155,13 +163,6 @@ def _stop_strings(request: Any) -> list[str]:
     """Returns a request's stop strings as a list, whether it has none, one or several."""
     stop = getattr(request, "stop", None) or []
     return [stop] if isinstance(stop, str) else stop
-
-
-def _tool_call_delta(index: int, call: Call) -> DeltaToolCall:
-    """Returns one whole call, with a new id, for a stream. `index` counts the answer's calls from
-    0."""
-    function = DeltaFunctionCall(name=call.name, arguments=call.arguments)
-    return DeltaToolCall(index=index, id=make_tool_call_id(), type="function", function=function)
 
 
 def calls_format(request: Any) -> dict[str, Any] | None:

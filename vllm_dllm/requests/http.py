@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
-from vllm_dllm.config.names import nearest_name, normalize_name
 from vllm_dllm.requests.limits import begin_http_request
 from vllm_dllm.requests.options import KEYS, PREFIX, parse_values
 from vllm_dllm.requests.prediction import move_openai_prediction

@@ -15,10 +15,17 @@ from pydantic import BeforeValidator, Strict
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.config.architectures import Family, takes_acceptance
-from vllm_dllm.config.checks import Boolean, Integer, Number, parse_settings, settings
+from vllm_dllm.config.checks import (
+    Boolean,
+    Integer,
+    Number,
+    describe_unknown_name,
+    normalize_name,
+    parse_settings,
+    settings,
+)
 from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
 from vllm_dllm.config.extension import WindowRule
-from vllm_dllm.config.names import describe_unknown_name, normalize_name
 
 PREFIX = "diffusion_"
 STREAM_CANVASES = f"{PREFIX}stream_canvases"
@@ -46,6 +53,7 @@ class RequestKey:
     """Whether DiffusionGemma, whose canvases begin as noise, takes the key."""
 
 
+_OF_MASKED = RequestKey(by_server=True, masked=True, uniform=False)
 # JSON's booleans arrive as 0 and 1 in vllm_xargs.
 _Flag = Annotated[
     Boolean,
@@ -83,15 +91,11 @@ class RequestOptions:
     entropy_bound: Annotated[Nats | None, RequestKey(by_server=True, masked=True)] = None
     accept_probability: Annotated[_Probability, RequestKey(by_server=True, masked=True)] = 0.9
     accept_tokens: Annotated[_Count | None, RequestKey(by_server=True, masked=True)] = None
-    edit_probability: Annotated[
-        _ProbabilityOrZero | None, RequestKey(by_server=True, masked=True, uniform=False)
-    ] = None
-    edit_steps: Annotated[_Count, RequestKey(by_server=True, masked=True, uniform=False)] = 16
+    edit_probability: Annotated[_ProbabilityOrZero | None, _OF_MASKED] = None
+    edit_steps: Annotated[_Count, _OF_MASKED] = 16
     """16 is the default of LLaDA2.1."""
-    blocks_in_flight: Annotated[
-        _Count | None, RequestKey(by_server=True, masked=True, uniform=False)
-    ] = None
-    mode: Annotated[Mode, RequestKey(by_server=True, masked=True, uniform=False)] = "diffusion"
+    blocks_in_flight: Annotated[_Count | None, _OF_MASKED] = None
+    mode: Annotated[Mode, _OF_MASKED] = "diffusion"
     confidence_threshold: Annotated[Nats | None, RequestKey(by_server=True)] = None
     stability_threshold: Annotated[_CountOrNone | None, RequestKey(by_server=True)] = None
     judge_answer_only: Annotated[_Flag | None, RequestKey(by_server=True)] = None
@@ -181,7 +185,6 @@ KEYS: Mapping[str, RequestKey] = {
 STEP_KEYS = {key for key, mark in KEYS.items() if mark.masked} - {f"{PREFIX}mode", STREAM_CANVASES}
 """Keys that decide what a masked model's steps reveal, and its log-probabilities."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
-MODES: tuple[str, ...] = get_args(Mode)
 _DEFAULTS = vars(RequestOptions())
 
 

@@ -64,7 +64,14 @@ def check_structured_outputs(
     Raises:
         VLLMValidationError: becomes HTTP 400; names the field, what is wrong, and where.
     """
-    _check_server_settings(config, tokenizer)
+    if config.backend not in ("auto", BACKEND):
+        raise _refusal(
+            f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
+            f"server was started with '{config.backend}'. Start it with "
+            f"--structured-outputs-config.backend auto, or leave them out"
+        )
+    if tokenizer is None:
+        raise _refusal("structured outputs need a tokenizer, and skip_tokenizer_init leaves it out")
     reasoning = _reasoning_of_server(config, tokenizer)
     assert params.structured_outputs is not None
     check_nesting(params.structured_outputs)
@@ -92,7 +99,14 @@ def check_structured_outputs(
                 grammars, text, max_model_len, params.min_tokens, reasoning
             )
         else:
-            _check_stops(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
+            eos = grammars.vocabulary.tokenizer.eos_token
+            ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
+            if all(exclusions.excludes(end, ()) for end in ends):
+                raise GrammarError(
+                    f"the request excludes every token that ends an answer, such as {eos}. Allow "
+                    "one in allowed_token_ids (logprob_token_ids, if diffusion_constrained is set) "
+                    "and bad_words"
+                )
             needed = _count_fewest_tokens(
                 grammars, text, max_model_len, params.min_tokens, reasoning, exclusions
             )
@@ -131,30 +145,6 @@ def parse_exclusions(
         frozenset(token for token in allowed if token in known) if allowed else None,
         frozenset(tuple(word) for word in words or () if all(token in known for token in word)),
     )
-
-
-def _check_stops(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
-    """Raises GrammarError if a request excludes all tokens that could end its answer: `eos` and its
-    own stop tokens."""
-    ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
-    if all(exclusions.excludes(end, ()) for end in ends):
-        raise GrammarError(
-            f"the request excludes every token that ends an answer, such as {eos}. Allow one in "
-            "allowed_token_ids (logprob_token_ids, if diffusion_constrained is set) and bad_words"
-        )
-
-
-def _check_server_settings(config: StructuredOutputsConfig, tokenizer: Any) -> None:
-    """Raises VLLMValidationError if the server was started with another backend of structured
-    outputs, or without a tokenizer."""
-    if config.backend not in ("auto", BACKEND):
-        raise _refusal(
-            f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
-            f"server was started with '{config.backend}'. Start it with "
-            f"--structured-outputs-config.backend auto, or leave them out"
-        )
-    if tokenizer is None:
-        raise _refusal("structured outputs need a tokenizer, and skip_tokenizer_init leaves it out")
 
 
 @lru_cache(maxsize=8)

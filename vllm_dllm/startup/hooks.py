@@ -1,10 +1,17 @@
 """Installs our checks of vLLM's start, and its last line."""
 
 import atexit
+import contextlib
 import gc
-from collections.abc import Mapping
+import json
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -14,7 +21,6 @@ from vllm_dllm.compat.drafting import is_dflash, is_dflash2
 from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
-from vllm_dllm.startup.chat_template import check_chat_template
 from vllm_dllm.startup.model_folder import check_models
 
 logger = init_logger(__name__)
@@ -87,3 +93,65 @@ def explain_bind_error(host: str, port: int, error: OSError) -> str:
         f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. Stop the program "
         f"that uses the port, or choose another one with --port (and the address with --host)."
     )
+
+
+LIMIT_S = 20.0
+"""Seconds that a template may run at the start. Templates take milliseconds, but a machine may be
+busy."""
+_CHAT = [{"role": "user", "content": "Hi"}]
+
+
+class _TookTooLong(BaseException):
+    """Raised in a template that takes too long. It is not an Exception, so that no template engine
+    catches it."""
+
+
+def check_chat_template(folder: Path, limit_s: float = LIMIT_S) -> None:
+    """Runs the chat templates in a checkpoint's folder once. Does nothing outside the main thread.
+    Other errors of a template are not raised here: clients who send chats get them.
+
+    Raises:
+        ValueError: a template runs for longer than `limit_s` seconds.
+    """
+    # Python handles signals only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for source, template in _read_templates(folder):
+        try:
+            with _time_limit(limit_s), contextlib.suppress(Exception):
+                render_jinja_template([_CHAT], chat_template=template, add_generation_prompt=True)
+        except _TookTooLong:
+            raise ValueError(
+                f"The chat template in {source} must end, got one that was not done with 'Hi' "
+                f"after {limit_s:g} s. Correct its loops, or remove it and name another with "
+                f"--chat-template."
+            ) from None
+
+
+def _read_templates(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yields each file in `folder` with a chat template, and the template. Files that cannot be
+    read are left out."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        yield folder / "chat_template.jinja", (folder / "chat_template.jinja").read_text()
+    config: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    if isinstance(config, dict) and isinstance(config.get("chat_template"), str):
+        yield folder / "tokenizer_config.json", config["chat_template"]
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises _TookTooLong in the context once it has run for `seconds`. Replaces the handler of
+    SIGALRM meanwhile, so it must be entered in the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

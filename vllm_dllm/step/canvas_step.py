@@ -26,7 +26,7 @@ from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-from vllm_dllm.step.watched.canvas_record import StepCanvases
+from vllm_dllm.step.watched.canvas_sender import StepCanvases
 from vllm_dllm.step.watched.counted import count_canvases
 
 

@@ -94,7 +94,11 @@ class Settling:
         predictions = self.requests.predictions
         predicted = predictions.find_predicted(batch)
         if predicted is not None:
-            may_move = self._prediction_may_move(found, denoised, settled)
+            # Canvases that have had only their first step, are denoised on, and reveal nothing
+            # permanently.
+            may_move = settled.denoises & ~settled.finished & (outcome.state.steps_done == 1)
+            if isinstance(found.settings, StepSettings) and found.settings.reveal is not None:
+                may_move &= ~found.settings.reveal.is_chosen
             moved = predictions.realign(predicted, guess, outcome.accepted, batch.valid, may_move)
             canvas, guess = moved.fill_canvas(canvas), moved.fill_guess(guess)
         guess = guess.masked_fill(ended, NO_TOKEN)
@@ -121,16 +125,6 @@ class Settling:
             outcome.state.times_repeated,
         )
         return canvas
-
-    def _prediction_may_move(
-        self, found: Found, denoised: Denoised, settled: Settled
-    ) -> torch.Tensor:
-        """Returns [n] bool: canvases whose predicted tokens may move. They have had only their
-        first step, are denoised on, and reveal nothing permanently."""
-        is_first = denoised.outcome.state.steps_done == 1
-        found_so = settled.denoises & ~settled.finished & is_first
-        reveal = found.settings.reveal if isinstance(found.settings, StepSettings) else None
-        return found_so if reveal is None else found_so & ~reveal.is_chosen
 
 
 def _settle_drafts(settled: Settled, found: Found, verified: Verified) -> Settled:

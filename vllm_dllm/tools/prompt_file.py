@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from vllm_dllm.errors import InputError
 
@@ -54,7 +54,14 @@ def encode_prompt_rows(
     prompts = []
     for place, row in rows:
         try:
-            tokens = _encode_row(tokenizer, row)
+            text, has_template = row.get("prompt"), "messages" in row
+            if has_template:
+                text = tokenizer.apply_chat_template(
+                    row["messages"], tokenize=False, add_generation_prompt=True
+                )
+            elif not isinstance(text, str):
+                raise TypeError("the prompt is not a string")
+            tokens = tokenizer.encode(text, add_special_tokens=not has_template)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"{place} cannot be encoded: {error}") from error
         if not 0 < len(tokens) <= max_tokens:
@@ -63,16 +70,3 @@ def encode_prompt_rows(
             )
         prompts.append(tokens)
     return prompts
-
-
-def _encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
-    """Returns the token ids of one row. Raises TypeError if its prompt is not a string, and
-    TemplateError if its messages do not fit the chat template."""
-    if "messages" in row:
-        text = tokenizer.apply_chat_template(
-            row["messages"], tokenize=False, add_generation_prompt=True
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
-    if not isinstance(row["prompt"], str):
-        raise TypeError("the prompt is not a string")
-    return tokenizer.encode(row["prompt"])

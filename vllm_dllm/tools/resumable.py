@@ -10,9 +10,13 @@ After the renaming, files that OUT does not keep are removed, `RUN_FILE` last. W
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_dllm.errors import InputError
 
@@ -114,3 +118,20 @@ def write_json(path: Path, content: object) -> None:
 def read_json(path: Path) -> Any:
     """Returns the value in a JSON file."""
     return json.loads(path.read_text())
+
+
+def progress_bars(console: Console | None = None) -> Progress:
+    """Returns a display with one line per task: description, bar, parts done of all, time left.
+
+    Without a `console` the lines are drawn on stderr and stay. With a `console` they are drawn
+    there if it is a terminal, and vanish at the end.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console or Console(file=sys.stderr),
+        transient=console is not None,
+        disable=console is not None and not console.is_terminal,
+    )

@@ -145,19 +145,12 @@ class Server:
         status = self._process.poll()
         if status is not None:
             ended = f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
-            raise ServerError(f"the server {ended}. From its log, {self.log}:\n\n{self._excerpt()}")
-
-    def _excerpt(self) -> str:
-        """Returns the log's first errors and its last lines. vLLM logs the cause long before the
-        end."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        before, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
-        errors = [line for line in before if re.search(r"\b\w+(Error|Exception): ", line)]
-        return "\n".join([*errors[:FIRST_ERRORS], *(["[...]"] if before else []), *end])
-
-    def last_log_line(self) -> str:
-        """Returns the last line of the log so far; "" if it is empty."""
-        return "".join(self.log.read_text(errors="replace").splitlines()[-1:])
+            # Its first errors and its last lines: vLLM logs the cause long before the end.
+            lines = self.log.read_text(errors="replace").splitlines()
+            before, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
+            errors = [line for line in before if re.search(r"\b\w+(Error|Exception): ", line)]
+            shown = "\n".join([*errors[:FIRST_ERRORS], *(["[...]"] if before else []), *end])
+            raise ServerError(f"the server {ended}. From its log, {self.log}:\n\n{shown}")
 
     def _is_healthy(self, client: httpx.Client) -> bool:
         """Returns whether the server answers on /health with 200."""
@@ -180,7 +173,8 @@ def wait_on_console(server: Server, console: Console) -> float:
     with console.status("") as status:
 
         def waiting(seconds: float) -> None:
-            text = f"{seconds:3.0f} s  {server.last_log_line()}"
+            last = "".join(server.log.read_text(errors="replace").splitlines()[-1:])
+            text = f"{seconds:3.0f} s  {last}"
             status.update(Text(text, no_wrap=True, overflow="ellipsis"))
 
         return server.wait_until_ready(waiting)

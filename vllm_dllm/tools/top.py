@@ -44,20 +44,15 @@ def run(url: str, once: bool) -> None:
             if wait_for_q(REFRESH_SECONDS):
                 return
             try:
-                _append_scrape(scrapes, scrape_canvases(url))
-                problem = None
+                latest, problem = scrape_canvases(url), None
             except InputError as error:
                 problem = str(error)
-
-
-def _append_scrape(scrapes: deque[Scrape], scrape: Scrape) -> None:
-    """Appends a scrape to `scrapes`, in place. Drops scrapes that are older than `WINDOW_SECONDS`,
-    and all before a restart of the server."""
-    if scrape.has_restarted_since(scrapes[-1]):
-        scrapes.clear()
-    scrapes.append(scrape)
-    while scrapes[0].at < scrape.at - WINDOW_SECONDS:
-        scrapes.popleft()
+                continue
+            if latest.has_restarted_since(scrapes[-1]):
+                scrapes.clear()
+            scrapes.append(latest)
+            while scrapes[0].at < latest.at - WINDOW_SECONDS:
+                scrapes.popleft()
 
 
 @contextlib.contextmanager
@@ -105,9 +100,12 @@ def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) 
     """Returns all lines to show, from scrapes of which the oldest comes first. `problem` is an
     error to show below them."""
     now = scrapes[-1]
+    models = now.totals_by("vllm_dllm:forwards_total", "model_name")
+    running = now.total("vllm:num_requests_running")
+    waiting = now.total("vllm:num_requests_waiting")
     lines: list[RenderableType] = [
-        *(_title_line(url, now), ""),
-        _requests_line(now),
+        *(Text.assemble((", ".join(models), "bold"), f"  {url}"), ""),
+        _labelled_line("Requests", f"{running:.0f} running, {waiting:.0f} waiting"),
         _memory_line(now),
         "",
     ]
@@ -121,19 +119,6 @@ def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) 
     if problem is not None:
         lines += ["", Text(problem, style="bold red")]
     return Group(*lines)
-
-
-def _title_line(url: str, now: Scrape) -> Text:
-    """Returns the line with the server's models and address."""
-    models = ", ".join(now.totals_by("vllm_dllm:forwards_total", "model_name"))
-    return Text.assemble((models, "bold"), f"  {url}")
-
-
-def _requests_line(now: Scrape) -> Text:
-    """Returns the line with the numbers of running and waiting requests."""
-    running = now.total("vllm:num_requests_running")
-    waiting = now.total("vllm:num_requests_waiting")
-    return _labelled_line("Requests", f"{running:.0f} running, {waiting:.0f} waiting")
 
 
 def _memory_line(now: Scrape) -> Text:
@@ -187,14 +172,9 @@ def _rates_table(scrapes: Sequence[Scrape]) -> Table:
     headings = ("", f"last {seconds:.0f} s", "since start")
     table.add_row(*(Text(heading, style="dim") for heading in headings))
     for name, (number, form) in RATES.items():
-        cells = (_format_cell(number(change), form) for change in (recent, since_start))
-        table.add_row(name, *cells)
+        numbers = (number(change) for change in (recent, since_start))
+        table.add_row(name, *(NONE if n is None else format(n, form) for n in numbers))
     return table
-
-
-def _format_cell(number: float | None, form: str) -> str:
-    """Returns a number in the format `form`; a dash for None."""
-    return NONE if number is None else format(number, form)
 
 
 def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
@@ -211,14 +191,14 @@ def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
 def _engines_table(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
     """Returns a table with a line for each engine. `engines` has the number of its running
     requests."""
-    change = Change(scrapes[0], scrapes[-1])
-    table = Table.grid(padding=(0, 2))
-    for heading in ("Engine", "running", "waiting", "forwards"):
+    now, table = scrapes[-1], Table.grid(padding=(0, 2))
+    headings = ("Engine", "running", "waiting", "forwards")
+    for heading in headings:
         table.add_column(justify="left" if heading == "Engine" else "right")
-    table.add_row(*(Text(h, style="dim") for h in ("Engine", "running", "waiting", "forwards")))
+    table.add_row(*(Text(heading, style="dim") for heading in headings))
     for engine, running in engines.items():
-        waiting = change.now.total("vllm:num_requests_waiting", engine=engine)
-        forwards = change.now.total("vllm_dllm:forwards_total", engine=engine)
+        waiting = now.total("vllm:num_requests_waiting", engine=engine)
+        forwards = now.total("vllm_dllm:forwards_total", engine=engine)
         table.add_row(engine, f"{running:.0f}", f"{waiting:.0f}", f"{forwards:.0f}")
     return table
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from vllm_dllm.tools.drafter.offline import Replayed, mean_length, replay
-from vllm_dllm.tools.drafter.reference import load_drafter
+from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 from vllm_dllm.tools.drafter.sequences import complete, read_prompts
-from vllm_dllm.tools.drafter.target_states import load_target
 
 
 def summarize(

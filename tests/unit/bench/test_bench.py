@@ -7,11 +7,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
-from bench import harness, workload
+from bench import harness, images, workload
+from bench.drafter import ALONE, require_same_answers
+from bench.drafter_oracle import best_widths
+from bench.progress import Progress
 from bench.step_split import StepSplit, split_parts
 from bench.system import ROOT, System, SystemDied
+from tests import tolerances
+from tests.paths import CHECKPOINTS
 from tests.processes import is_running, wait_for
+from vllm_dllm.tools.drafter.reference import load_target
+from vllm_dllm.tools.drafter.sequences import complete
 
 
 def test_spread() -> None:
@@ -175,3 +183,64 @@ def test_a_paused_system_ends_when_the_bench_is_killed(
     parent.kill()
     parent.wait()
     wait_for(lambda: not is_running(child.pid), "the end of the paused system")
+
+
+EXPECTED = [[[-0.1, -2.0, -5.0], [-3.0, -0.2, -1.5]]]  # one prompt, two positions, three tokens
+
+
+def read(off: float) -> list[list[tuple[list[int], list[float]]]]:
+    return [[([0, 1], [-0.1, -2.0]), ([1, 2], [-0.2, -1.5 + off])]]
+
+
+def test_refuses_a_step_that_is_not_transformers() -> None:
+    within = tolerances.LOGPROB / 2
+    assert images.require_same_step(read(within), EXPECTED) == pytest.approx(within)
+    for off in (3 * tolerances.LOGPROB, float("nan")):
+        with pytest.raises(harness.Refused, match="behind images"):
+            images.require_same_step(read(off), EXPECTED)
+    with pytest.raises(ValueError, match="shorter"):
+        images.require_same_step(read(0.0), [EXPECTED[0][:1]])
+
+
+def test_refuses_other_texts() -> None:
+    run = {"outputs": [[1, 2], [3]]}
+    images.require_same_text({images.OURS: run, images.WITHOUT: dict(run)})
+    with pytest.raises(harness.Refused, match="with and without the tower"):
+        images.require_same_text({images.OURS: run, images.WITHOUT: {"outputs": [[1, 2], [4]]}})
+
+
+def test_refuses_other_answers() -> None:
+    require_same_answers({ALONE: [[1], [2]], "ours": [[1], [2]]})
+    with pytest.raises(harness.Refused, match="ours answers 1 of 2 prompts differently"):
+        require_same_answers({ALONE: [[1], [2]], "ours": [[1], [3]]})
+
+
+def test_no_fixed_width_is_better_than_the_best_of_each_prompt() -> None:
+    target, drafter = CHECKPOINTS / "qwen3-tiny-target", CHECKPOINTS / "qwen3-tiny-dflash"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = workload.every_task(tokenizer, CHECKPOINTS / "held_out.jsonl").prompts[:12]
+    answers = complete(load_target(target, "cpu"), prompts, 24)
+    found = best_widths(target, drafter, prompts, answers, 15)
+    assert len(found["tau_of_fixed"]) == 15
+    assert found["tau"] >= max(found["tau_of_fixed"].values()) > 1
+
+
+def test_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    first = Progress({"seed": 1}, 3, path)
+    first.add({"number": 0, "of": "noise"})
+    first.add({"number": 2, "of": "noise"})
+    with path.open("a") as file:
+        file.write('{"number": 1, "o')  # stopped here
+    second = Progress({"seed": 1}, 3, path)
+    assert [second.has(number) for number in range(3)] == [True, False, True]
+    second.add({"number": 1, "of": "trained"})
+    third = Progress({"seed": 1}, 3, path)
+    assert sorted(outcome["number"] for outcome in third.outcomes) == [0, 1, 2]
+
+
+def test_outcomes_of_another_setting_are_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    Progress({"seed": 1, "answers": 3}, 3, path).add({"number": 0})
+    with pytest.raises(ValueError, match="other seed"):
+        Progress({"seed": 2, "answers": 3}, 3, path)

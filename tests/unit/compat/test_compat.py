@@ -1,16 +1,24 @@
 """All of vLLM that this project hangs on is where it was, and a copy without it is found out.
+Requests in flight when a server is told to stop, and which tokens end reasoning, as vLLM's parsers
+have it.
 
 A failure of the first test means that vLLM moved something: read the new source, then change
-`compat/`.
-"""
+`compat/`."""
 
 import ast
+import asyncio
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import vllm
+from transformers import AutoTokenizer
+from vllm.config import StructuredOutputsConfig
 
 from scripts.seams import SEAMS
 from scripts.vllm_seams import (
@@ -23,7 +31,16 @@ from scripts.vllm_seams import (
     moved_seams,
 )
 from tests.patched import patched
-from vllm_dllm.compat import version
+from tests.paths import CHECKPOINTS
+from tests.unit.grammar.special_tokens import (
+    CALL,
+    CHANNEL_BEGINS,
+    CHANNEL_ENDS,
+    THOUGHT_ENDS,
+    add_tokens,
+)
+from vllm_dllm.compat import ending, version
+from vllm_dllm.compat.parsers import find_reasoning_ends, make_reasoning_parser
 from vllm_dllm.cpu.compat import runner
 
 VLLM = Path(vllm.__file__).parent
@@ -145,3 +162,102 @@ def test_drafts_are_verified_natively_unless_fly_may_accept_them(
     }
     answer = verify("logits", None, use_fp64=True, **fly)
     assert answer == (("logits", True) if window == 0 else {"use_fp64": True, **fly})
+
+
+class Processor:
+    """vLLM's, as far as its requests are asked for."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.request_states = dict.fromkeys(names)
+        self.errors: list[Exception] = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.request_states)
+
+    def propagate_error(self, error: Exception) -> None:
+        self.errors += [error] * len(self.request_states)
+
+
+@pytest.mark.parametrize("finish", [True, False], ids=["finish", "take too long"])
+@pytest.mark.parametrize("shares_engine", [False, True], ids=["one server", "several"])
+def test_requests_in_flight(
+    finish: bool, shares_engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(ending, "_kill_after", limits.append)
+    processor, aborted = Processor(["a", "b"]), []
+
+    async def serve() -> None:
+        async def abort(names: list[str], internal: bool) -> None:
+            aborted.extend(names)
+
+        manager = None if shares_engine else object()
+        engine: Any = SimpleNamespace(
+            engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)),
+            output_processor=processor,
+            output_handler=asyncio.current_task(),
+            errored=False,
+            abort=abort,
+        )
+        if finish:
+            threading.Timer(0.1, processor.request_states.clear).start()
+        limit = 600.0 if finish else (4.2 if shares_engine else 0.2)
+        await asyncio.to_thread(ending._stop_requests, engine, limit)
+        own_time = limit - (4 if shares_engine else 0)
+        assert limits == [pytest.approx(own_time + ending.ALL_S)]
+
+    asyncio.run(serve())
+    assert aborted == ([] if finish else ["a", "b"])
+    assert len(processor.errors) == len(aborted)
+    for error in processor.errors:
+        assert isinstance(error, ending.ServerStopping)
+        assert error.http_status == error.status_code == 503
+
+
+def test_a_start_is_not_touched_where_nothing_starts() -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    ending.limit_interrupted_start()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINTS / "diffusiongemma-tiny" / name, folder)
+    return AutoTokenizer.from_pretrained(add_tokens(Path(folder)))
+
+
+ENDS = {
+    "gemma4": (
+        frozenset({CHANNEL_ENDS, CALL}),
+        frozenset({CALL}),
+        frozenset({CHANNEL_BEGINS}),
+        True,
+    ),
+    "deepseek_r1": (frozenset({THOUGHT_ENDS}), frozenset(), frozenset(), True),
+    "deepseek_v3": None,  # unless the request asks it to think
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends(tokenizer: Any, name: str) -> None:
+    parser = make_reasoning_parser(StructuredOutputsConfig(reasoning_parser=name), tokenizer)
+    assert parser is not None and find_reasoning_ends(parser) == ENDS[name]
+
+
+def test_a_request_can_ask_to_think(tokenizer: Any) -> None:
+    config = StructuredOutputsConfig(reasoning_parser="deepseek_v3")
+    parser = make_reasoning_parser(config, tokenizer, {"chat_template_kwargs": {"thinking": True}})
+    assert parser is not None and find_reasoning_ends(parser) == ENDS["deepseek_r1"]
+
+
+def test_none() -> None:
+    assert make_reasoning_parser(StructuredOutputsConfig(), None) is None
+    everywhere = StructuredOutputsConfig(reasoning_parser="gemma4", enable_in_reasoning=True)
+    assert make_reasoning_parser(everywhere, None) is None

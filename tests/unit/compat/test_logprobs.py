@@ -2,7 +2,8 @@
 text is the same, however often it is asked for, and found once."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,13 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.compat.logprobs import RevealedLogprob, pack_step_into_ranks, return_revealed_steps
-from vllm_dllm.compat.prompt_logprobs import cache_token_texts
+from vllm_dllm.compat.logprobs import (
+    RevealedLogprob,
+    cache_token_texts,
+    pack_step_into_ranks,
+    restrict_prompt_logprobs,
+    return_revealed_steps,
+)
 
 TOKENS = np.array([[3, 7], [5, 5]])
 SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)
@@ -67,3 +73,26 @@ def test_texts_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
         assert logprobs.convert_ids_list_to_tokens(tokenizer, tokens) == stock(tokenizer, tokens)
     assert logprobs.convert_ids_list_to_tokens(tokenizer, []) == []
     assert asked == tokens[:-2]
+
+
+def test_a_request_that_leaves_is_forgotten() -> None:
+    heard: list[tuple[Any, ...]] = []
+    stock = SimpleNamespace(
+        add_request=lambda *args: heard.append(args),
+        remove_request=lambda *args: heard.append(args),
+        in_progress="vLLM's",
+    )
+    tokens = torch.full((3, 4), 7)
+    runner: Any = SimpleNamespace(
+        prompt_logprobs_worker=stock,
+        req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=tokens)),
+    )
+    restrict_prompt_logprobs(runner)
+    scores = runner.prompt_logprobs_worker
+    scores.add_request("a", 1, None)
+    scores.add_request("b", 2, None)
+    scores.remove_request("a")
+    scores.remove_request("never came")
+    assert tokens.tolist() == [[7] * 4, [0] * 4, [7] * 4]
+    assert heard == [("a", 1, None), ("b", 2, None), ("a",), ("never came",)]
+    assert scores.in_progress == "vLLM's"

@@ -1,11 +1,16 @@
-"""Denoising settings that no step could compute with are refused before there is a step."""
+"""Denoising settings and stages of load, refused before there is a step, and the folder of a
+server's feeds."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import output_of
+from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.denoise import DenoiseConfig
-from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.extension import ExtensionConfig, LoadStage
 
 GOOD: dict[str, Any] = {
     "max_denoising_steps": 48,
@@ -62,3 +67,67 @@ def test_counts_of_the_extension(key: str) -> None:
 def test_counts_of_a_drafter(key: str) -> None:
     with pytest.raises(ValueError, match=f"drafter.{key} must be an integer >= 1 and <= 10737418"):
         ExtensionConfig.from_additional_config({"vllm_dllm": {"drafter": {key: 10**30}}})
+
+
+def test_what_a_stage_leaves_out_it_loosens_nothing_of() -> None:
+    config = ExtensionConfig.from_additional_config(
+        {"vllm_dllm": {"load_stages": [{"canvases": 8, "stability_threshold": 0}]}}
+    )
+    assert config.load_stages == (LoadStage(8, stability_threshold=0),)
+    assert config.load_stages[0].confidence_threshold == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "complaint"),
+    [
+        ({"canvases": 8}, "load_stages must be a list, each an object with the keys"),
+        ([{"stability_threshold": 0}], "load_stages.0.canvases is missing. It must be an integer"),
+        ([{"canvases": 8, "steps": 1}], "load_stages.0.steps is not known. Known are: .*canvases"),
+        ([{"canvases": 0}], "load_stages.0.canvases must be an integer >= 1"),
+        ([{"canvases": 8, "confidence_threshold": -1}], "a number >= 0 and <= 1e.06, got -1"),
+        ([{"canvases": 8, "confidence_threshold": "much"}], "got 'much'"),
+        (
+            [{"canvases": 8, "stability_threshold": 0.5}],
+            "stability_threshold must be an integer >= 0 .* got 0.5",
+        ),
+        ([{"canvases": 8}, {"canvases": 8}], "with more canvases than the one before"),
+        (
+            [{"canvases": 8, "stability_threshold": 0}, {"canvases": 9, "stability_threshold": 1}],
+            "no tighter threshold",
+        ),
+        (
+            [
+                {"canvases": 8, "confidence_threshold": 0.02},
+                {"canvases": 9, "confidence_threshold": 0.01},
+            ],
+            "no tighter threshold",
+        ),
+    ],
+)
+def test_what_is_refused(section: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        ExtensionConfig.from_additional_config({"vllm_dllm": {"load_stages": section}})
+
+
+def test_a_folder_lasts_as_long_as_the_first_process(tmp_path: Path) -> None:
+    program = tmp_path / "server.py"
+    program.write_text(
+        "import subprocess, sys\n"
+        "from vllm_dllm.config import canvas_feeds\n"
+        "canvas_feeds.make_socket_folder(sys.argv[1])\n"
+        "folder = canvas_feeds.socket_folder()\n"
+        "if len(sys.argv) == 2:\n"
+        "    subprocess.run([sys.executable, *sys.argv, 'child'], check=True)\n"
+        "print(folder, oct(folder.stat().st_mode & 0o777), flush=True)\n"
+    )
+    base = tmp_path / "base"
+    base.mkdir()
+    env = {key: value for key, value in os.environ.items() if key != canvas_feeds.FOLDER}
+    child, parent = output_of(program, base, env=env).splitlines()
+    assert child == parent and parent.startswith(f"{base}/") and parent.endswith(" 0o700")
+    assert not list(base.iterdir())
+
+
+def test_a_path_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^VLLM_RPC_BASE_PATH must leave room .* \(107 bytes"):
+        canvas_feeds.socket_path(tmp_path / ("x" * 100), canvas_feeds.new_random_name())

@@ -1,10 +1,14 @@
-"""Which cores the model gets, and how many threads a step."""
+"""Which cores the model gets, how many threads a step, and how an engine and its workers wait
+for each other."""
 
 import logging
+import multiprocessing
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.utils import ompmultiprocessing
 from vllm.utils.cpu_resource_utils import LogicalCPUInfo
 from vllm.v1.executor import multiproc_executor
@@ -13,6 +17,7 @@ from tests.patched import patched
 from vllm_dllm.config.workers import CPU_WORKER
 from vllm_dllm.cpu import cores
 from vllm_dllm.cpu.compat import cores as cpu_cores
+from vllm_dllm.cpu.compat.cores import shorten_busy_wait
 from vllm_dllm.cpu.compat.runner import STOCK_CPU_WORKER
 from vllm_dllm.cpu.cores import MIN_WORK, StepThreads
 
@@ -125,3 +130,42 @@ def test_one_row_of_a_large_model_runs_on_all() -> None:
     used: list[int] = []
     StepThreads(MIN_WORK // 20, most=2, set_num_threads=used.append).set_for_step(1)
     assert used == []
+
+
+def answer_pairs(asked: Any, handles: Any, count: int) -> None:
+    shorten_busy_wait()
+    questions = MessageQueue.create_from_handle(asked, 0)
+    answers = MessageQueue(1, 1)
+    handles.send(answers.export_handle())
+    questions.wait_until_ready()
+    answers.wait_until_ready()
+    for _ in range(count):
+        first, second = questions.dequeue(), questions.dequeue()
+        time.sleep(second)  # longer than readers stay awake, or not
+        answers.enqueue(first)
+        answers.enqueue(second)
+
+
+@pytest.mark.slow
+def test_no_message_is_missed() -> None:
+    """Of two in a row, the second wakes nobody; so readers must not be asleep by then."""
+    shorten_busy_wait()
+    pauses = [0.0, 0.001, 0.03, 0.06] * 20
+    questions = MessageQueue(1, 1)
+    here, there = multiprocessing.Pipe()
+    spawn = multiprocessing.get_context("spawn")
+    worker = spawn.Process(
+        target=answer_pairs, args=(questions.export_handle(), there, len(pauses)), daemon=True
+    )
+    worker.start()
+    answers = MessageQueue.create_from_handle(here.recv(), 0)
+    questions.wait_until_ready()
+    answers.wait_until_ready()
+    for number, pause in enumerate(pauses):
+        questions.enqueue(number)
+        questions.enqueue(pause)
+        # A message that wakes nobody is found after five seconds.
+        found = [answers.dequeue(timeout=4.0) for _ in range(2)]
+        assert found == [number, pause]
+    worker.join()
+    assert worker.exitcode == 0

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from tests import tolerances
 from tests.patched import patched
 from vllm_dllm.cpu import experts
-from vllm_dllm.cpu.compat import expert_kernels
+from vllm_dllm.cpu.compat import kernels
 
 pytestmark = pytest.mark.numerics
 
@@ -142,5 +142,5 @@ def test_vllm_asks_it_first() -> None:
         experts.prefer_bf16_experts()
         first, *others = unquantized.backend_to_kernel_cls(backends.CPU)
         assert first is experts.Bf16Experts
-        assert others == [expert_kernels.with_local_experts(each) for each in stock]
+        assert others == [kernels.with_local_experts(each) for each in stock]
         assert experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)

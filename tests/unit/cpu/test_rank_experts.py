@@ -8,7 +8,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-from vllm_dllm.cpu.compat.expert_kernels import with_local_experts
+from vllm_dllm.cpu.compat.kernels import with_local_experts
 
 T, H, INNER, E, K = 5, 32, 64, 8, 3
 

@@ -9,7 +9,7 @@ import torch
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from vllm_dllm.denoise import draws_triton, noise
-from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.denoise.step import temperature
 
 pytestmark = pytest.mark.numerics
 

@@ -33,8 +33,8 @@ from vllm_dllm.denoise.step import (
     LegalPaths,
     StepRules,
     denoise_step,
+    temperature,
 )
-from vllm_dllm.denoise.temperature import temperature
 
 pytestmark = pytest.mark.numerics
 

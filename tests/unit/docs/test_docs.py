@@ -1,14 +1,24 @@
-"""The documentation against the code: what it must name is named, and what it names exists."""
+"""The documentation against the code: what it must name is named, what it names exists, and rows of
+keys, settings and families say what their declarations say."""
 
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from annotated_types import Ge, Gt, Le
 
 from scripts import draw_life
 from tests.paths import ROOT
+from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.denoise import MOST_NATS, MOST_STEPS
+from vllm_dllm.config.drafter import DrafterConfig
+from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
+from vllm_dllm.requests.options import KEYS, PREFIX, RequestOptions
 
 DOCS = ROOT / "docs"
 ANYTHING = "…"  # in an error that a page quotes: a name or a number
@@ -96,3 +106,89 @@ def test_troubleshooting_quotes_every_error_of_a_start(
     assert sources
     found = [error for source in sources for error in errors(source)]
     assert [e for e in found if not any(p.search(e) for p in quoted.values())] == []
+
+
+TYPES = get_type_hints(RequestOptions, include_extras=True)
+SAID = {  # in an error, and in a row
+    "a boolean (or 0/1)": "0 or 1",
+    "a list of token ids": "token ids",
+    "a list of canvas positions": "canvas positions",
+    "a text or a list of token ids": "text or token ids",
+}
+
+
+def rows(page: str) -> dict[str, list[str]]:
+    """The cells of each table's row by the first name in backticks, of which a row has one."""
+    found = {}
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and (name := re.fullmatch(r"`([^`]+)`", cells[0])):
+            found.setdefault(name[1], cells)
+    return found
+
+
+def values(kind: Any, bounds: tuple[Any, ...] = ()) -> str:
+    """What a row says of the values of a type."""
+    if get_origin(kind) is Literal:
+        *names, last = (f"`{name}`" for name in get_args(kind))
+        return f"{', '.join(names)} or {last}" if names else last
+    if get_origin(kind) is Annotated:
+        said = [text for text in kind.__metadata__ if isinstance(text, str)]
+        return SAID[said[0]] if said else values(get_args(kind)[0], (*kind.__metadata__, *bounds))
+    if type(None) in get_args(kind):
+        return values(next(one for one in get_args(kind) if one is not type(None)), bounds)
+    word = {int: "int", float: "number"}[kind]
+    above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
+    least = next((bound.ge for bound in bounds if isinstance(bound, Ge)), above)
+    most = next(bound.le for bound in bounds if isinstance(bound, Le))
+    if most in (MOST_STEPS, MOST_NATS):
+        return f"{word} {'≥' if above is None else '>'} {least:g}"
+    return f"{word} in {'[' if above is None else '('}{least:g}, {most:,g}]"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_row_of_a_key_says_what_its_declaration_says(key: str) -> None:
+    name, asked = key.removeprefix(PREFIX), KEYS[key]
+    _, value, by_server, meaning = rows("requests.md")[key]
+    assert value.startswith(values(TYPES[name])), value
+    default = next(field.default for field in fields(RequestOptions) if field.name == name)
+    if default not in (None, False, MISSING):
+        shown = f"`{default}`" if isinstance(default, str) else f"{default:g}"
+        assert f"default {shown}" in value
+    assert by_server == ("yes" if asked.by_server else "")
+    assert asked.uniform or "masked.md" in meaning
+    assert not asked.masked or f"`{key}`" in (ROOT / "docs" / "masked.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "declared", "place"),
+    [
+        ("serving.md", ExtensionConfig, ""),
+        ("serving.md", RequestLimits, "limits."),
+        ("drafters.md", DrafterConfig, ""),
+    ],
+    ids=["extension", "limits", "drafter"],
+)
+def test_the_row_of_a_setting_has_its_default(page: str, declared: type, place: str) -> None:
+    found = rows(page)
+    for field in fields(declared):
+        _, shown, *_ = found[f"{place}{field.name}"]
+        default = field.default
+        if default in (None, (), MISSING):
+            continue  # which is said in words
+        if isinstance(default, bool):
+            default = str(default).lower()
+        assert shown == (f"`{default}`" if isinstance(default, str) else f"{default:,g}"), field
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_row_of_a_family_says_what_its_declaration_says(architecture: str) -> None:
+    family = FAMILIES[architecture]
+    config = resolve_name(f"vllm_dllm.models.masked_configs:{family.config}")()
+    page = (ROOT / "docs" / "masked.md").read_text()
+    (row,) = (line for line in page.splitlines() if f"| `{architecture}` |" in line)
+    _, _, block, mask, threshold = (cell.strip() for cell in row.strip("|").split("|"))
+    assert block.startswith(f"`{family.block_key}`")
+    assert block.endswith(f"else {config.canvas_length}")
+    assert mask == f"`mask_token_id`, else {config.mask_token_id}"
+    assert threshold.startswith(f"{family.threshold:g}")

@@ -23,11 +23,11 @@ from tests.unit.grammar.canvases import (
 from vllm_dllm.grammar import completion
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.completion import (
+    complete_by_exploring,
     find_completion,
     find_shortest_completion,
     search_shortest_first,
 )
-from vllm_dllm.grammar.exploration import complete_by_exploring
 
 # Fewest tokens by hand, in the shipped vocabulary, which has `{"`, `": "`, `", "` and others.
 SHORTEST = {

@@ -12,7 +12,7 @@ from llguidance import grammar_from
 from tests.unit.grammar.canvases import answer
 from tests.unit.grammar.special_tokens import decode, encode, grammars
 from tests.unit.grammar.test_reasoning import found_for
-from tests.unit.requests.test_gemma_reader import TEXT, call
+from tests.unit.requests.test_gemma_tool_parser import TEXT, call
 from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.gemma_calls import calls_rule
 from vllm_dllm.grammar.lark import LarkRules

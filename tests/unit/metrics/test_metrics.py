@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ from vllm_dllm.metrics.prometheus import (
     CountedHistogram,
     DraftMetrics,
 )
-from vllm_dllm.requests.options import ACCEPTANCE_RULES, MODES
+from vllm_dllm.requests.options import ACCEPTANCE_RULES, Mode
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
 from vllm_dllm.step.watched.counted import count_canvases
 
@@ -252,7 +252,7 @@ def test_every_count_is_a_metric() -> None:
 
 
 def test_every_rule_of_acceptance_has_a_series() -> None:
-    assert {*BY_LABEL["requests"][1], "diffusion"} == {*ACCEPTANCE_RULES, *MODES}
+    assert {*BY_LABEL["requests"][1], "diffusion"} == {*ACCEPTANCE_RULES, *get_args(Mode)}
 
 
 def test_every_metric_is_documented() -> None:

@@ -1,7 +1,9 @@
-"""Nemotron-Labs-Diffusion at its published sizes: rotations, and weights of other shapes."""
+"""Nemotron-Labs-Diffusion at its published sizes: rotations, and weights of other shapes. The
+experts of LLaDA2.2's blocks, of requests that lie in one step, beside the reference's."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ from transformers.models.ministral3.modeling_ministral3 import (
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
+from tests import tolerances
+from tests.engine.llada2 import Gate
 from tests.unit.models.building import build_any
 from tests.unit.models.test_published_sizes import SIZES, checkpoint_tensors, published
 from vllm_dllm import plugin
+from vllm_dllm.models.llada2 import BlockRouting
 
 NEMOTRON = [size for size in SIZES if "Nemotron" in size]
 
@@ -76,3 +81,46 @@ def test_rotations_and_the_growth_of_queries(tmp_path: Path, size: str) -> None:
     beta, original = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
     scale = get_llama_4_attn_scale(positions[None], beta, original)[0, 0]
     assert torch.equal(attention._get_llama_4_attn_scale(positions), scale)
+
+
+BLOCK, EXPERTS, HIDDEN = 4, 16, 8
+CONFIG = SimpleNamespace(
+    block_size=BLOCK,
+    expert_capacity=5,
+    num_experts=EXPERTS,
+    num_experts_per_tok=3,
+    hidden_size=HIDDEN,
+    routed_scaling_factor=2.5,
+)
+
+
+@pytest.mark.parametrize("stale", [0, 9])
+def test_each_block_chooses_together(stale: int) -> None:
+    """Whole blocks; one that the context cuts, before another request's first; what a CUDA graph
+    has behind the rows, which holds an earlier step's positions."""
+    generator = torch.Generator().manual_seed(0)
+    gate = Gate(CONFIG)
+    with torch.no_grad():
+        gate.weight.copy_(torch.randn(gate.weight.shape, generator=generator))
+        gate.expert_bias.copy_(torch.randn(EXPERTS, generator=generator))
+    requests = [range(8), range(4, 14), range(4), range(8, 12)]
+    positions = [position for each in requests for position in each]
+    rows = torch.randn(len(positions) + 3, HIDDEN, generator=generator)
+    routing = BlockRouting(CONFIG, len(rows) + 5)
+    routing.number_blocks(torch.tensor(positions + [stale] * 3))
+    found = torch.zeros(len(rows), EXPERTS)
+    with torch.no_grad():
+        weights, experts = routing.choose_experts(
+            rows, rows @ gate.weight.T, 3, True, bias=gate.expert_bias
+        )
+        found.scatter_(1, experts, weights)
+        first = 0
+        for each in requests:
+            own = slice(first, first + len(each))
+            expected = gate(rows[own])
+            near = tolerances.softmax(EXPERTS, 3.0)
+            tolerances.assert_within(found[own], expected, near)
+            assert torch.equal(found[own] > 0, expected > 0)
+            first += len(each)
+    chosen = [set(experts[i : i + BLOCK].flatten().tolist()) for i in (0, 4, 8, 12)]
+    assert max(map(len, chosen)) <= CONFIG.expert_capacity

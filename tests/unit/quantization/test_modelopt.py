@@ -1,4 +1,5 @@
-"""ModelOpt's checkpoints, as vLLM's own methods and as compressed-tensors' read them."""
+"""ModelOpt's checkpoints, as vLLM's own methods and as compressed-tensors' read them. A
+checkpoint that lacks a tensor is refused, and one that shares it is not."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.models.utils import WeightsMapper
 
 from checkpoints.recipes.modelopt import EXCLUDED, convert
 from tests.paths import CHECKPOINTS
 from tests.unit.tools.quantize.quantized_files import files
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.quantization import modelopt
+from vllm_dllm.quantization.complete_weights import CompleteWeights
 from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, list_linears
 from vllm_dllm.tools.plan.capacity import read_shape
 
@@ -172,3 +176,18 @@ def test_vllms_method_knows_our_names() -> None:
         assert config.is_layer_excluded(name), name
     for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "moe.experts"):
         assert not config.is_layer_excluded(f"model.layers.3.{name}"), name
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_that_is_the_embeddings(is_tied: bool) -> None:
+    """As `tie_word_embeddings` says: the checkpoint has one tensor for both."""
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 2), "lm_head": nn.Linear(2, 4, False)})
+    if is_tied:
+        model["lm_head"].weight = model["embed_tokens"].weight
+    complete = CompleteWeights(model, {}, WeightsMapper())
+    complete.count_tensor("embed_tokens.weight")
+    if is_tied:
+        complete.check_complete()
+    else:
+        with pytest.raises(ValueError, match=r"no weights for lm_head\.weight"):
+            complete.check_complete()

@@ -17,7 +17,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.special_tokens import IDS
-from tests.unit.requests.test_gemma_reader import call
+from tests.unit.requests.test_gemma_tool_parser import call
 from vllm_dllm.requests.gemma_reasoning_parser import GemmaReasoningParser
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 

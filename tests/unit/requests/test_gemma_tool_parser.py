@@ -1,15 +1,21 @@
-"""What `gemma4_strict` asks the engine for, and how it reads the answer."""
+"""What `gemma4_strict` asks the engine for. Gemma 4's calls are read as they were meant, in
+whatever pieces they come, and not before they have come whole."""
 
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.paths import CHECKPOINTS
+from tests.unit.grammar.special_tokens import IDS
+from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
+from vllm_dllm.requests.gemma_reader import Call, GemmaReader, overlap_length, read_calls
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
@@ -100,3 +106,115 @@ def test_a_function_that_is_not_there(tokenizer: Any) -> None:
 def test_a_tokenizer_without_the_tokens() -> None:
     with pytest.raises(RuntimeError, match="needs a tokenizer with the tokens"):
         GemmaToolParser(AutoTokenizer.from_pretrained(SHIPPED))
+
+
+# Without what would be read as a token, or as the beginning of one.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
+    lambda text: not any(name in text for name in IDS) and not overlap_length(text, QUOTE)
+)
+KEY = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
+VALUE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEY, inner, max_size=4),
+    max_leaves=12,
+)
+ARGUMENTS = st.dictionaries(KEY, VALUE, max_size=4)
+
+
+def written(value: Any) -> str:
+    """As Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, dict):
+        pairs = sorted(value.items(), key=lambda pair: pair[0].lower())
+        return "{" + ",".join(f"{key}:{written(one)}" for key, one in pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    return json.dumps(value)
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    return f"<|tool_call>call:{name}{written(arguments)}<tool_call|>"
+
+
+@given(st.lists(ARGUMENTS, min_size=1, max_size=3))
+@settings(deadline=None)
+def test_what_the_template_writes_is_read(found: list[dict[str, Any]]) -> None:
+    text = "Well. " + "".join(call(f"f{i}", one) for i, one in enumerate(found))
+    around, calls = read_calls(text)
+    assert around == "Well." and [one.name for one in calls] == [f"f{i}" for i in range(len(found))]
+    assert [json.loads(one.arguments) for one in calls] == found
+
+
+def in_pieces(text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+    reader, around, calls = GemmaReader(), "", list[Call]()
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        more, found = reader.read_piece(text[begin:end])
+        around, calls = around + more, calls + found
+    return around + reader.finish(), calls
+
+
+@given(ARGUMENTS, ARGUMENTS, st.data())
+@settings(deadline=None, max_examples=50)
+def test_pieces_are_the_whole(first: Any, second: Any, data: st.DataObject) -> None:
+    text = f"\n{call('first', first)} and {call('second', second)}<tur"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    assert in_pieces(text, cuts) == read_calls(text)
+
+
+@given(ARGUMENTS, ARGUMENTS)
+@settings(deadline=None, max_examples=50)
+def test_a_cut_call_is_none(first: dict[str, Any], second: dict[str, Any]) -> None:
+    text = f"So: {call('first', first)}{call('second', second)}"
+    whole = read_calls(text)[1]
+    ends = [i for i in range(len(text)) if text.startswith(END, i)]
+    for cut in range(len(text)):
+        around, calls = read_calls(text[:cut])
+        assert calls == whole[: sum(end <= cut for end in ends)]
+        # Of a marker's beginning only a stop string can be to blame.
+        assert around.startswith(text[: min(cut, 3)]) and CALL not in around
+
+
+CASES = {
+    "spaces": ("{ a : 1 , b:[ 1, 2 ] }", {"a": 1, "b": [1, 2]}),
+    "a bare word": ("{a:red}", {"a": "red"}),
+    "a key in quotes": (f"{{{QUOTE}a:b{QUOTE}:1}}", {"a:b": 1}),
+    "signs in a text": (f'{{a:{QUOTE}}},]"\\ <|tool_call>{QUOTE}}}', {"a": '},]"\\ <|tool_call>'}),
+    "digits in a text": (f"{{a:{QUOTE}51{QUOTE},b:51}}", {"a": "51", "b": 51}),
+    "nothing": ("{}", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_models_write_it(name: str) -> None:
+    text, expected = CASES[name]
+    ((one,)) = read_calls(f"<|tool_call>call:f{text}<tool_call|>")[1]
+    assert json.loads(one.arguments) == expected
+
+
+@pytest.mark.parametrize("text", ["f{}", "call:f{a:1 b:2}x", "call:f{a:[1}", "call:f<"])
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert read_calls(f"<|tool_call>{text}<tool_call|>") == (text, [])
+
+
+STOPPED = {"in the middle": "call", "at the end": ">", "over it": ": <|tool", "included": "tool"}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_marker_that_a_stop_string_has_cut_is_no_text(name: str) -> None:
+    stop, text = STOPPED[name], f"So: {CALL}"
+    reader = GemmaReader()
+    around, _ = reader.read_piece(
+        text[: text.index(stop) + (len(stop) if name == "included" else 0)]
+    )
+    assert "So: ".startswith(around + reader.finish([stop]))
+
+
+def test_what_only_looks_like_a_marker_is_text() -> None:
+    assert read_calls("<") == ("<", []) and read_calls("a <tr") == ("a <tr", [])
+    reader = GemmaReader(reads_calls=False)
+    assert reader.read_piece(call("f", {"a": "b"})) == ("call:f{a:b}", [])

@@ -1,4 +1,5 @@
-"""What one request may ask of a server: the last that is served, the first that is refused."""
+"""What one request may ask of a server: the last that is served, the first that is refused, and
+numbers and lists that would end an engine or defeat a rule."""
 
 from typing import Any
 
@@ -6,8 +7,16 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
 from vllm_dllm.config.extension import RequestLimits
-from vllm_dllm.requests.limits import check_request_limits, check_token_limits
+from vllm_dllm.requests.limits import (
+    check_allowed_tokens,
+    check_first_token,
+    check_numbers,
+    check_request_limits,
+    check_sampler_limits,
+    check_token_limits,
+)
 from vllm_dllm.requests.options import RequestOptions
 
 VOCABULARY = 512
@@ -73,3 +82,88 @@ def test_limits(name: str) -> None:
     setting = name.partition(",")[0]
     assert f"limits.{setting}" in str(refusal.value)
     refused(LIMITS | {setting: 1 if setting == "canvas_length" else 10**6})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repetition_penalty": 1e-320}, "from 1e-06 to 1e.06, got 1e-320"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty must be from .* got 1e.300"),
+        (
+            {"seed": 2**63},
+            "seed must be from -9223372036854775808 to 9223372036854775807 for n = 1",
+        ),
+        ({"seed": 2**63 - 1, "n": 2}, "to 9223372036854775806 for n = 2, got 9223372036854775807"),
+        ({"seed": -(2**63) - 1}, "got -9223372036854775809"),
+        ({"logit_bias": {3: float("inf")}}, "got inf for token 3. Use allowed_token_ids"),
+        ({"logit_bias": {3: float("nan")}}, "got nan for token 3"),
+    ],
+)
+def test_numbers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        check_numbers(SamplingParams(**options))
+
+
+def test_numbers_that_are_admitted() -> None:
+    check_numbers(SamplingParams())
+    check_numbers(SamplingParams(seed=2**63 - 2, n=2))
+    check_numbers(SamplingParams(repetition_penalty=1e-6, logit_bias={3: -100.0}))
+
+
+def of_lists(allowed: int = 1, stops: int = 0, bad: int = 0, min_tokens: int = 1) -> None:
+    params = SamplingParams(
+        allowed_token_ids=[7] * allowed,
+        stop_token_ids=list(range(stops)),
+        min_tokens=min_tokens,
+        max_tokens=9,
+    )
+    params._bad_words_token_ids = [[1, 2]] * bad
+    check_sampler_limits(params)
+
+
+def test_lists() -> None:
+    of_lists(MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens() // 2)
+    of_lists(stops=MAX_STOP_TOKENS + 1, min_tokens=0)  # the sampler does not see them
+    for lists, message in (
+        ({"allowed": MAX_ALLOWED_TOKENS + 1}, "allowed_token_ids must have at most 1024 tokens"),
+        ({"stops": MAX_STOP_TOKENS + 1}, "got 129. Name fewer, or leave out min_tokens"),
+        ({"bad": max_bad_word_tokens()}, "bad_words must have at most 1024 tokens"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            of_lists(**lists)
+
+
+@pytest.mark.parametrize("key", ["allowed_token_ids", "logprob_token_ids"])
+def test_a_request_that_leaves_no_token_to_choose(key: str) -> None:
+    def check(tokens: list[int], bad: list[list[int]] = [], **options: Any) -> None:  # noqa: B006
+        params = SamplingParams(**{key: tokens}, **options)
+        params.update_from_generation_config({}, eos_token_id=1)
+        params._bad_words_token_ids = bad
+        check_allowed_tokens(params, is_constrained=key == "logprob_token_ids")
+
+    check([1])
+    check([1, 2], min_tokens=5)
+    check([1, 2], [[2, 1]], min_tokens=5)
+    check([1, 2], [[2]])
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave .* min_tokens = 5"):
+        check([1], min_tokens=5)
+    with pytest.raises(VLLMValidationError, match=f"{key} must leave a token that bad_words do"):
+        check([2], [[2]], bad_words=["x"])
+    with pytest.raises(VLLMValidationError, match="that bad_words and min_tokens do not exclude"):
+        check([1, 2], [[2]], bad_words=["x"], min_tokens=1)
+
+
+def test_a_request_whose_vocabulary_is_all_excluded() -> None:
+    """`min_tokens` excludes what ends an answer."""
+
+    def check(stops: range, bad: range = range(0), min_tokens: int = 1) -> None:
+        params = SamplingParams(stop_token_ids=list(stops), min_tokens=min_tokens)
+        params.update_from_generation_config({}, eos_token_id=1)
+        params._bad_words_token_ids = [[token] for token in bad]
+        check_first_token(params, vocab_size=8)
+
+    check(range(7))
+    check(range(8), min_tokens=0)
+    for stops, bad in ((range(8), range(0)), (range(5), range(5, 8)), (range(0), range(8))):
+        with pytest.raises(VLLMValidationError, match=r"min_tokens = 1, .* got all 8 of the"):
+            check(stops, bad)

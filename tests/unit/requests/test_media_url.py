@@ -15,8 +15,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from tests.pictures import data_url, encoded, grey_frames, png_header, write_video
 from vllm_dllm.requests import media
 from vllm_dllm.requests.media import check_image_size
-from vllm_dllm.requests.media_bytes import MAX_PIXELS
-from vllm_dllm.requests.media_url import CONNECTOR
+from vllm_dllm.requests.media_bytes import CONNECTOR, MAX_PIXELS
 
 PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
 

@@ -20,8 +20,12 @@ from vllm_dllm.requests.media import (
     sample_frame_indices,
     sample_frames,
 )
-from vllm_dllm.requests.media_bytes import MAX_FILE_FRAMES, MAX_FRAME_PIXELS, EvenFramesBackend
-from vllm_dllm.requests.media_url import CONNECTOR
+from vllm_dllm.requests.media_bytes import (
+    CONNECTOR,
+    MAX_FILE_FRAMES,
+    MAX_FRAME_PIXELS,
+    EvenFramesBackend,
+)
 
 
 def jpegs(images: list[Image.Image]) -> str:
@@ -158,6 +162,20 @@ def test_arrays_of_more_frames_are_thinned_out() -> None:
     # What a file does not say is 24 frames a second.
     for fps in (None, 0.0, float("nan"), -1.0):
         assert sample_frames(frames[:2], {"fps": fps}, 32)[1] == [0, 1 / 24]
+
+
+@pytest.mark.parametrize(
+    ("change", "indices", "complaint"),
+    [
+        (lambda frames: frames.astype(np.float32), None, "array of uint8"),
+        (lambda frames: frames[..., :1], None, r"uint8 .* got uint8 \[3, 48, 64, 1\]"),
+        (lambda frames: frames[:0], [], "array of uint8"),
+        (lambda frames: frames[:2], [0, 1, 2], "each of its 2 frames, got 3"),
+    ],
+)
+def test_arrays_that_are_no_videos(change: Any, indices: list[int], complaint: str) -> None:
+    with pytest.raises(VLLMValidationError, match=complaint):
+        sample_frames(change(np.stack(grey_frames(3))), {"frames_indices": indices}, 32)
 
 
 def test_timestamps() -> None:

@@ -1,13 +1,12 @@
 """How far a step takes each canvas: limits of steps, what is emitted, committed or taken back, and
 slots that others had before."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.step.worker import CONTEXT, C, Worker, noise, sure
+from tests.unit.step.worker import CONTEXT, C, GetWorker, Worker, noise, sure
 
 BLOCK, OTHER = [21, 22, 23, 24], [31, 32, 33, 34]
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -15,7 +14,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "the last": {"max_tokens": C},
     "stops": {"stop_token_ids": [5, 23]},
 }
-GetWorker = Callable[..., Worker]
 
 
 def state(worker: Worker, req_id: str) -> list[list[float]]:
@@ -196,3 +194,30 @@ def test_a_forward_without_canvases_makes_whole_logits(worker: GetWorker, stream
     one.stepping.begin_step(one._batch({"a": 3 * C}, late=0))
     one.stepping._take_batch()
     assert not one.stepping.reads_hidden_states
+
+
+PINS = {"diffusion_seed_canvas": [40] * C, "diffusion_pinned": [0, 2]}
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_pins_hold_through_the_first_canvas(worker: GetWorker, joins: bool) -> None:
+    """And not where it is committed, on its own or not."""
+    one = worker(joins_commits=joins)
+    one.admit("a", **PINS, diffusion_max_steps=3)
+    held = []
+    for step in range(6):
+        known = len(one.requests["a"].tokens) - one.requests["a"].computed
+        one.step({"a": noise(known + C, step)})
+        held.append(one.canvas("a")[::2] == [40, 40])
+    assert held == [True, True, *[False] * 4]
+
+
+def test_pins_are_not_emitted_where_tokens_are_revealed_for_good(worker: GetWorker) -> None:
+    """Nor do they bring tokens that the request excludes."""
+    one = worker()
+    top_1 = {"diffusion_acceptance": "top_k", "diffusion_accept_tokens": 1}
+    one.admit("a", **PINS, **top_1, allowed_token_ids=[7, 8, 9])
+    for step in range(C):
+        assert (one.canvas("a")[::2] == [40, 40]) and not one.answer("a")
+        one.step({"a": noise(C, step)})
+    assert set(one.answer("a")) <= {7, 8, 9} and len(one.answer("a")) == C

@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.processes import HANGS_S
 from tests.unit.grammar.canvases import text_of, tokenizer
-from tests.unit.step.worker import EOS, C, Worker, noise, sure
+from tests.unit.step.worker import EOS, C, GetWorker, Worker, noise, sure
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 from vllm_dllm.grammar.walk import StuckError
@@ -19,7 +19,6 @@ from vllm_dllm.step.asked import grammars
 from vllm_dllm.step.asked.grammars import HELD_STEPS, CanvasGrammars
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
-GetWorker = Callable[..., Worker]
 BLOCK = [21, 22, 23, 24]
 LETTERS = tokenizer().tokenize_str("q") * C
 MASKED = {"step_cls": MaskedStep, "architecture": "SDARForCausalLM"}

@@ -1,7 +1,7 @@
 """Log-probabilities of emitted tokens: of the right step, at the right temperature, in the rows of
 the request that asked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,15 +10,14 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests import tolerances
 from tests.unit.step.batches import canvas_batch
-from tests.unit.step.worker import C, V, Worker, noise, params, sure
-from vllm_dllm.denoise.temperature import temperature
+from tests.unit.step.worker import C, GetWorker, V, noise, params, sure
+from vllm_dllm.denoise.step import temperature
 from vllm_dllm.requests.options import load_options
 from vllm_dllm.step.asked.logprobs import StepLogprobs
 from vllm_dllm.step.registry import NewRequest
 
 pytestmark = pytest.mark.numerics
 
-GetWorker = Callable[..., Worker]
 BLOCK = [21, 22, 23, 24]
 LARGEST = 30.0
 

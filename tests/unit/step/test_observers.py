@@ -16,7 +16,7 @@ from tests.unit.config.test_files import room_for
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import unpack_canvases
 from vllm_dllm.step.watched import observers
-from vllm_dllm.step.watched.canvas_record import StepCanvases
+from vllm_dllm.step.watched.canvas_sender import StepCanvases
 from vllm_dllm.step.watched.observers import CanvasObservers
 
 C = 4

@@ -1,20 +1,18 @@
 """What a worker keeps of its requests, and that it keeps nothing of those that have left."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.unit.step.worker import CONTEXT, CPU, MASK, C, V, Worker, noise
+from tests.unit.step.worker import CONTEXT, CPU, MASK, C, GetWorker, V, Worker, noise
 from vllm_dllm.denoise import noise as draws
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
-GetWorker = Callable[..., Worker]
 PROMPT = 7
 
 

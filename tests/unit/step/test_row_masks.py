@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT, MASKED_LOGIT
-from vllm_dllm.step.logits.row_masks import RowMasks
+from vllm_dllm.step.logits.canvas_logits import RowMasks
 
 L, V = 7, 101
 

@@ -1,14 +1,11 @@
 """What the runner gets of a step: a column of each request, whether it has a canvas or not."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from tests.unit.step.worker import C, Worker, noise, params, sure
+from tests.unit.step.worker import C, GetWorker, noise, params, sure
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
-GetWorker = Callable[..., Worker]
 BLOCK = [21, 22, 23, 24]
 
 

@@ -17,8 +17,7 @@ from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import parse_keys
-from vllm_dllm.step.asked.load_stages import LoadStages
-from vllm_dllm.step.asked.settings import SlotSettings
+from vllm_dllm.step.asked.settings import LoadStages, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced
 from vllm_dllm.step.registry import NewRequest

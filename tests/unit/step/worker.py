@@ -1,7 +1,7 @@
 """A worker without an engine: vLLM's own request states and our step and sampler, which are given
 what a model says of each row. Positions are counted as vLLM's runner counts them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -237,3 +237,6 @@ class Worker:
             prefill_len_np=prefill_len,
             is_prefilling_np=computed < prefill_len,
         )
+
+
+GetWorker = Callable[..., Worker]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import patch, wrap
 
 
 def use_batched_adapters() -> None:
@@ -17,10 +17,9 @@ def use_batched_adapters() -> None:
         "platforms.cpu:CpuPlatform.get_punica_wrapper", lambda stock: classmethod(lambda cls: path)
     )
 
-    def without_experts(stock: Any) -> Any:
-        return lambda model: [name for name in stock(model) if name != "experts"]
-
-    patch("lora.model_manager:get_supported_lora_modules", without_experts)
+    @wrap("lora.model_manager:get_supported_lora_modules")
+    def without_experts(stock: Any, model: Any) -> list[str]:
+        return [name for name in stock(model) if name != "experts"]
 
 
 class BatchedAdapters(PunicaWrapperCPU):

@@ -7,7 +7,7 @@ from typing import Any
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 from vllm.config import VllmConfig
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import wrap
 
 
 def allow_loading_inductor_models() -> None:
@@ -33,13 +33,9 @@ def set_compilation_callback(announce: Callable[[str, str], None]) -> None:
     look for the result in `folder` next time. Patches vLLM's loading of compiled models.
     Repeatable."""
 
-    def make(stock: Any) -> Any:
-        def try_load(model: Any, path: str) -> Any:
-            found = stock(model, path)
-            if found is None:
-                announce(type(model).__name__, os.path.dirname(path))
-            return found
-
-        return try_load
-
-    patch("compilation.decorators:_try_load_aot_compiled_fn", make)
+    @wrap("compilation.decorators:_try_load_aot_compiled_fn")
+    def try_load(stock: Any, model: Any, path: str) -> Any:
+        found = stock(model, path)
+        if found is None:
+            announce(type(model).__name__, os.path.dirname(path))
+        return found

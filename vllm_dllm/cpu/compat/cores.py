@@ -7,7 +7,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.utils import cpu_resource_utils, torch_utils
 
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import patch, wrap
 
 available_cpu_count = torch_utils.available_cpu_count
 
@@ -96,11 +96,7 @@ def shorten_busy_wait() -> None:
     to 20% of a step of 267 million parameters on two cores.
     """
 
-    def make(stock: Any) -> Any:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            stock(self, *args, **kwargs)
-            self.busy_loop_s = min(self.busy_loop_s, BUSY_WAIT_S)
-
-        return init
-
-    patch("distributed.device_communicators.shm_broadcast:SpinCondition.__init__", make)
+    @wrap("distributed.device_communicators.shm_broadcast:SpinCondition.__init__")
+    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, BUSY_WAIT_S)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.compat.patching import patch, temporarily_patch
+from vllm_dllm.compat.patching import patch, temporarily_patch, wrap
 
 MODULES = (
     "vllm.v1.worker.cpu_worker",  # must be imported first, as vLLM says there
@@ -29,15 +29,11 @@ def set_engine_context(context: Callable[[Any], Context | None]) -> None:
     """Patches vLLM to start engines in the multiprocessing context that `context(vllm_config)`
     makes. Where it returns None, vLLM's own is used. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        def init(self: Any, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
-            ours = context(vllm_config)
-            with temporarily_patch(_OF_ENGINES, lambda own: ours or own):
-                stock(self, *args, vllm_config=vllm_config, **kwargs)
-
-        return init
-
-    patch("v1.engine.utils:CoreEngineProcManager.__init__", make)
+    @wrap("v1.engine.utils:CoreEngineProcManager.__init__")
+    def init(stock: Any, self: Any, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
+        ours = context(vllm_config)
+        with temporarily_patch(_OF_ENGINES, lambda own: ours or own):
+            stock(self, *args, vllm_config=vllm_config, **kwargs)
 
 
 def set_worker_context(context: Context) -> None:

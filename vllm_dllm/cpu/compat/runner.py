@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 
 from vllm_dllm.compat import version
 from vllm_dllm.compat.drafting import has_dflash_method
-from vllm_dllm.compat.patching import patch
+from vllm_dllm.compat.patching import patch, wrap
 
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
@@ -26,27 +26,18 @@ def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
     arguments up to `num_speculative_steps`, and `use_fp64`. Where a call sets others, vLLM's own
     function runs, in Triton's interpreter. Repeatable."""
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's `rejection_sample`, `stock`, that calls `replacement`
-        where it can."""
-
-        def rejection_sample(*args: Any, use_fp64: bool = False, **options: Any) -> Any:
-            """Verifies drafts with `replacement`, or with vLLM's function where it needs more
-            arguments."""
-            *plain, synthetic_rates = args
-            is_plain = (
-                synthetic_rates is None
-                and not options.get("use_block_verification")
-                and not options.get("fly_window_size")
-                and options.get("contexts") is None  # watermarking
-            )
-            if is_plain:
-                return replacement(*plain, use_fp64)
-            return stock(*args, use_fp64=use_fp64, **options)
-
-        return rejection_sample
-
-    patch("v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", make)
+    @wrap("v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample")
+    def rejection_sample(stock: Any, *args: Any, use_fp64: bool = False, **options: Any) -> Any:
+        *plain, synthetic_rates = args
+        is_plain = (
+            synthetic_rates is None
+            and not options.get("use_block_verification")
+            and not options.get("fly_window_size")
+            and options.get("contexts") is None  # watermarking
+        )
+        if is_plain:
+            return replacement(*plain, use_fp64)
+        return stock(*args, use_fp64=use_fp64, **options)
 
 
 def allow_v2_worker_without_triton() -> None:

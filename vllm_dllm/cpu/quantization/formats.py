@@ -11,6 +11,7 @@ scales.
   `compressors/pack_quantized/`. Inputs are not quantised.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,16 +85,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of the codes 0 to 7
 E2M1_MAX = 6.0
 
 
-def _e2m1_pairs() -> torch.Tensor:
-    """Returns, for each byte, the two fp32 values that its nibbles encode in e2m1, low nibble
-    first. A pair is one 64-bit element: [256] fp64."""
+def _pairs(codes: Sequence[float]) -> torch.Tensor:
+    """Returns, for each byte, the two fp32 values that its nibbles encode, low nibble first. A pair
+    is one 64-bit element: [256] fp64. `codes`: the values of the 16 nibbles."""
     # dtype and device are given because modules are imported while a model is being built.
-    values = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=torch.float32, device="cpu")
+    values = torch.tensor(codes, dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).view(torch.float64)[:, 0]
 
 
-_E2M1_PAIRS = _e2m1_pairs()
+_E2M1_PAIRS = _pairs([*E2M1, *(-m for m in E2M1)])
+_INT4_PAIRS = _pairs(range(-8, 8))
 _EXPONENT = 0x7F800000  # of fp32: what is left is the power of two below
 
 
@@ -134,18 +136,6 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     size = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=1)
     size.mul_(1.5 * 2**22)
     return (values + size).sub_(size)
-
-
-def _int4_pairs() -> torch.Tensor:
-    """Returns, for each byte, the two fp32 values that its nibbles encode in 4-bit integers, low
-    nibble first. A pair is one 64-bit element: [256] fp64."""
-    # dtype and device are given because modules are imported while a model is being built.
-    byte = torch.arange(256, device="cpu")
-    values = torch.stack(((byte & 15) - 8, (byte >> 4) - 8), dim=1)
-    return values.to(torch.float32).view(torch.float64)[:, 0]
-
-
-_INT4_PAIRS = _int4_pairs()
 
 
 def decode_int4(

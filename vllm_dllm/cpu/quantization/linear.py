@@ -18,7 +18,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.cpu.compat.linear_kernels import (
+from vllm_dllm.cpu.compat.kernels import (
     Fp32Int8LinearKernel,
     MPLinearKernel,
     MPLinearLayerConfig,

@@ -7,8 +7,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.acceptance import Reveal
-from vllm_dllm.grammar.masks import unpack_mask
-from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
+from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows, unpack_mask
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 
 MOST_PROBABLE = 32
@@ -26,7 +25,11 @@ def read_canvas_rows(
     """Returns the `MOST_PROBABLE` most probable tokens of each row of canvas i on the host, and
     functions that read more of a row. A permanently revealed token comes first in its row. Waits
     for the device."""
-    tokens, logprobs = _top_tokens(logits, i, temperature, MOST_PROBABLE)
+    of_rows, first = [], 0
+    for rows in logits.processed(i):
+        of_rows.append(_top_tokens(rows / temperature[first : first + len(rows)], MOST_PROBABLE))
+        first += len(rows)
+    tokens, logprobs = (torch.cat(parts) for parts in zip(*of_rows, strict=True))
     if revealing is not None:
         tokens, logprobs = _put_revealed_first(tokens, logprobs, revealing, i)
     return CanvasRows(
@@ -38,21 +41,13 @@ def read_canvas_rows(
 
 
 def _top_tokens(
-    logits: CanvasLogits,
-    i: int,
-    row_temperature: torch.Tensor,  # [L, 1] fp32, of canvas i
+    scaled: torch.Tensor,  # [..., V] fp32
     k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the k most probable tokens [L, k] int64 of each row of canvas i, the best first, and
-    their log-probabilities [L, k] fp32."""
-    tokens, logprobs, first = [], [], 0
-    for rows in logits.processed(i):
-        scaled = rows / row_temperature[first : first + len(rows)]
-        top = scaled.topk(min(k, scaled.shape[1]), dim=-1)
-        tokens.append(top.indices)
-        logprobs.append(top.values - scaled.logsumexp(dim=-1, keepdim=True))
-        first += len(rows)
-    return torch.cat(tokens), torch.cat(logprobs)
+    """Returns the k most probable tokens [..., k] int64 of each row, the best first, and their
+    log-probabilities [..., k] fp32."""
+    top = scaled.topk(min(k, scaled.shape[-1]), dim=-1)
+    return top.indices, top.values - scaled.logsumexp(dim=-1, keepdim=True)
 
 
 def _best_legal(
@@ -81,10 +76,8 @@ def _more_top_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the `MORE_TOKENS` most probable tokens [k] int64 of one row of canvas i, the best
     first, and their log-probabilities [k] fp32. Waits for the device."""
-    scaled = logits.row(i, row) / temperature[row]
-    top = scaled.topk(min(MORE_TOKENS, len(scaled)))
-    logprobs = top.values - scaled.logsumexp(dim=-1)
-    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+    tokens, logprobs = _top_tokens(logits.row(i, row) / temperature[row], MORE_TOKENS)
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
 
 def _put_revealed_first(

@@ -31,8 +31,7 @@ from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclus
 from vllm_dllm.step.asked.answer import Answer, KeptMarks
 from vllm_dllm.step.asked.candidates import read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import CanvasLogits
-from vllm_dllm.step.logits.row_masks import RowMasks
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits, RowMasks
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.slots import CanvasSlots
 
@@ -229,7 +228,10 @@ class CanvasGrammars:
                 logprob[i, : len(path.tokens)] = path.logprobs
                 if holds:
                     forced[i, list(path.forced)] = True
-                    _exclude_illegal(logits, i, path)
+                if holds and path.masks:
+                    rows = sorted(path.masks)
+                    words = np.stack([path.masks[row] for row in rows])
+                    logits.exclude(i, RowMasks(np.array(rows), words))
             if (answer := self._answers.get(slot)) is not None:
                 next_forced = answer.next_forced[:C]
                 following[i, : len(next_forced)] = next_forced
@@ -272,12 +274,3 @@ class CanvasGrammars:
 
     def _to_device(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
         return async_tensor_h2d(np.asarray(values), device=self._device)
-
-
-def _exclude_illegal(logits: CanvasLogits, i: int, path: LegalPath) -> None:
-    """Excludes, in place, the tokens that the path's rows do not allow from the logits of canvas
-    i."""
-    if path.masks:
-        rows = sorted(path.masks)
-        words = np.stack([path.masks[row] for row in rows])
-        logits.exclude(i, RowMasks(np.array(rows), words))

@@ -87,8 +87,15 @@ class Predictions:
         for slot, request in self._added.items():
             idx = slice(slot, slot + 1)
             self._store(idx, request.options.prediction_tokens)
-            if request.is_resumed:
-                self._follow_emitted(idx, request)
+            if request.is_resumed:  # its emitted tokens are followed block by block
+                width = request.options.canvas_length or self._slots.canvas.shape[1]
+                answers = self._req_states.all_token_ids.gpu[idx]
+                for begin in range(request.prompt_len, request.prefill_len, width):
+                    block = answers[:, begin : min(begin + width, request.prefill_len)].long()
+                    emitted = torch.full_like(self._position[idx], block.shape[1])
+                    self._position[idx] = locate_next_block(
+                        self._tokens[idx], self._position[idx], block, emitted
+                    )
             expected = self._expected(idx)
             self._slots.canvas[idx] = expected.fill_canvas(self._slots.canvas[idx])
             self._slots.write_first_guess(idx, expected.guess)
@@ -171,18 +178,6 @@ class Predictions:
         tokens = tokens_at(self._tokens[idx], places)
         guess = fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)
         return Expected(torch.where(places == length[:, None], guess, tokens), guess)
-
-    def _follow_emitted(self, idx: slice, request: NewRequest) -> None:
-        """Sets the place of a resumed request's answer again, by following its emitted tokens block
-        by block. `idx`: its slot."""
-        width = request.options.canvas_length or self._slots.canvas.shape[1]
-        answers = self._req_states.all_token_ids.gpu[idx]
-        for begin in range(request.prompt_len, request.prefill_len, width):
-            block = answers[:, begin : min(begin + width, request.prefill_len)].long()
-            emitted = torch.full_like(self._position[idx], block.shape[1])
-            self._position[idx] = locate_next_block(
-                self._tokens[idx], self._position[idx], block, emitted
-            )
 
     def _store(self, idx: slice, prediction: list[int]) -> None:
         """Copies a request's prediction to the device, and sets its answer's place to 0. Replaces

@@ -1,5 +1,6 @@
 """Each request's settings of how uniform canvases are denoised: the server's, or its own."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,12 +9,49 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.denoise import DenoiseConfig
+from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step.asked.load_stages import LoadStages
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
+
+
+class LoadStages:
+    """The server's stages of load. The number of canvases in a step says which stages apply. The
+    host knows this number, and it is the same on every rank."""
+
+    def __init__(self, stages: Sequence[LoadStage], device: torch.device) -> None:
+        self._starts = [stage.canvases for stage in stages]
+        # [stages + 1] fp32, by how many stages apply; the first value changes no threshold.
+        confidence = [0.0, *(stage.confidence_threshold for stage in stages)]
+        stability = [torch.inf, *(float(stage.stability_threshold) for stage in stages)]
+        self.confidence = torch.tensor(confidence, device=device)
+        self.stability = torch.tensor(stability, device=device)
+
+    def reached(self, num_canvases: int) -> int:
+        """Returns how many stages apply to a step of `num_canvases` canvases; 0 if none does."""
+        return bisect_right(self._starts, num_canvases)
+
+    def loosen(
+        self,
+        rules: StepRules,
+        allowed: torch.Tensor,  # [n] int64, how many stages each canvas' request allows
+        reached: int,  # stages that apply to this step
+    ) -> StepRules:
+        """Returns the rules of n canvases with loosened thresholds, as tensors [n]. Each threshold
+        is the looser one of two: the canvas' own, and that of the last stage that applies to its
+        request."""
+        stage = allowed.clamp(max=reached)
+        return rules._replace(
+            confidence_threshold=torch.maximum(
+                torch.as_tensor(rules.confidence_threshold), self.confidence[stage]
+            ),
+            stability_threshold=torch.minimum(
+                torch.as_tensor(rules.stability_threshold), self.stability[stage]
+            ),
+        )
+
 
 _NEVER_LIKELY = 2.0  # a threshold that no probability reaches
 _NONE_A_STEP = 0  # of `reveal_per_step`: only the threshold reveals positions
@@ -178,23 +216,13 @@ class SlotSettings:
         if any(settings.judges_answer_only for settings in own):
             found = found._replace(judges_answer_only=columns["judges_answer_only"] > 0)
         if any(settings.reveals for settings in own):
-            found = found._replace(
-                reveal=RevealSettings(
-                    columns["reveals"] > 0,
-                    columns["reveal_threshold"],
-                    _positions_a_step(columns["reveal_per_step"].long(), batch.lengths),
-                )
-            )
+            per_step = columns["reveal_per_step"].long()
+            num_steps = (-per_step).clamp(min=1)
+            in_steps = (batch.lengths + num_steps - 1) // num_steps
+            least = torch.where(per_step < 0, in_steps, per_step)
+            reveal = RevealSettings(columns["reveals"] > 0, columns["reveal_threshold"], least)
+            found = found._replace(reveal=reveal)
         return found
-
-
-def _positions_a_step(
-    per_step: torch.Tensor,  # [n] int64, see `Settings.reveal_per_step`
-    lengths: torch.Tensor,  # [n] int64, of the canvases
-) -> torch.Tensor:
-    """Returns [n] int64: how many positions of each canvas a step reveals at least."""
-    num_steps = (-per_step).clamp(min=1)
-    return torch.where(per_step < 0, (lengths + num_steps - 1) // num_steps, per_step)
 
 
 def reveal_rule(

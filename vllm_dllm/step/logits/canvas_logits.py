@@ -3,23 +3,49 @@ tiles."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT, MASKED_LOGIT
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import RowStats, argmax, row_stats, sample_by_inversion
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.logits.row_masks import RowMasks
 from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
     SamplingMemory,
     rows_within_budget,
 )
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+
+
+class RowMasks(NamedTuple):
+    """The legal tokens of some rows of a canvas, see `vllm_dllm.grammar`. They stay on the host,
+    because with a large vocabulary they take megabytes, and only some rows are needed at a time."""
+
+    rows: np.ndarray  # [m] int64, rising, rows of the canvas
+    words: np.ndarray  # [m, W] uint32, a bit for each token
+
+    def exclude_(
+        self,
+        logits: torch.Tensor,  # [l, V] fp32, changed in place
+        first: int,  # row of the canvas
+    ) -> None:
+        """Excludes the tokens that are not legal from rows `first` to `first + l` of the canvas.
+        Rows without an entry stay."""
+        begin, end = np.searchsorted(self.rows, (first, first + len(logits)))
+        if begin == end:
+            return
+        rows = async_tensor_h2d(self.rows[begin:end] - first, device=logits.device)
+        words = async_tensor_h2d(self.words[begin:end].view(np.int32), device=logits.device)
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        is_legal = (words[:, :, None] >> bits) & 1
+        is_legal = is_legal.flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill_(~is_legal, ILLEGAL_LOGIT)
+
 
 ReadRows = tuple[RowStats, torch.Tensor]
 """Statistics, fields [rows], and expected embeddings [rows, H] of rows' scaled logits."""

@@ -163,20 +163,11 @@ class DroppedMass:
         torch.maximum(largest, dropped.amax(), out=largest)
         rows += len(dropped)
         if time.monotonic() - self._logged >= LOG_SECONDS:
-            self._log()
-
-    def _log(self) -> None:
-        """Logs the mean and the largest probability left out of a row, and sets the counts to 0.
-        Waits for the device."""
-        assert self._parts is not None
-        total, largest, rows = self._parts.tolist()
-        logger.info(
-            "Self-conditioning on the %d most probable tokens left out %.4f%% of the probability, "
-            "%.2f%% where most (%d predictions).",
-            self.top_k,
-            100 * total / rows,
-            100 * largest,
-            rows,
-        )
-        self._parts.zero_()
-        self._logged = time.monotonic()
+            total, largest, rows = self._parts.tolist()  # waits for the device
+            logger.info(
+                "Self-conditioning on the %d most probable tokens left out %.4f%% of the "
+                "probability, %.2f%% where most (%d predictions).",
+                *(self.top_k, 100 * total / rows, 100 * largest, rows),
+            )
+            self._parts.zero_()
+            self._logged = time.monotonic()

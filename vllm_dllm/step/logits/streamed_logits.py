@@ -17,9 +17,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import ReadRows, concat_rows, read_rows, tiles
+from vllm_dllm.step.logits.canvas_logits import ReadRows, RowMasks, concat_rows, read_rows, tiles
 from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.logits.row_masks import RowMasks
 from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
     SamplingMemory,
@@ -171,53 +170,27 @@ class StreamedLogits:
     ) -> ReadRows:
         """Returns statistics and expected embeddings of hidden states [rows, H], computed tile by
         tile."""
-        fused_bytes, on_cpu = self._fused_bytes(hidden), hidden.device.type == "cpu"
+        _, weight = self.model.vocabulary_shard()
+        in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
+        fused_bytes = _FUSED_COPIES * hidden.element_size() if in_place else None
+        on_cpu = hidden.device.type == "cpu"
         tile_rows, tile_tokens = tile_shape(
             len(draw), self.memory.budget_bytes, fused_bytes, on_cpu
         )
-        _, weight = self.model.vocabulary_shard()
         num_logits = min(len(draw), tile_rows) * min(tile_tokens, len(weight))
         self.memory.record(num_logits * _streamed_bytes(fused_bytes, on_cpu))
-        return concat_rows(
-            [
-                self._stream_tile(
-                    hidden[rows],
-                    temperature[rows],
-                    draw[rows],
-                    None if guess is None else guess[rows],
-                    tile_tokens,
-                )
-                for rows in tiles(slice(0, len(draw)), tile_rows)
-            ]
-        )
-
-    def _fused_bytes(self, hidden: torch.Tensor) -> int | None:
-        """Returns the bytes that a logit takes in fused kernels. Returns None where these cannot be
-        used."""
-        weight = self.model.vocabulary_shard()[1]
-        in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
-        return _FUSED_COPIES * hidden.element_size() if in_place else None
-
-    def _stream_tile(
-        self,
-        hidden: torch.Tensor,
-        temperature: torch.Tensor,
-        draw: torch.Tensor,
-        guess: torch.Tensor | None,
-        tile_tokens: int,
-    ) -> ReadRows:
-        """Returns statistics and expected embeddings of some rows, over all tiles of tokens and all
-        ranks."""
-        _, weight = self.model.vocabulary_shard()
-        head = self.model.lm_head_shard()
-        soft = self.soft.start_rows(hidden, temperature, guess)
-        reader = self._reader(hidden, temperature, draw)
-        for first in range(0, len(weight), tile_tokens):
-            tile = slice(first, first + tile_tokens)
-            logits, blocks, weights = reader.read_tile(F.linear(hidden, head[tile]))
-            soft.add_tile(logits, blocks, weights, weight[tile])
-        blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
-        return reader.join(blocks), soft.result()
+        head, parts = self.model.lm_head_shard(), []
+        for rows in tiles(slice(0, len(draw)), tile_rows):
+            own, scale = hidden[rows], temperature[rows]
+            soft = self.soft.start_rows(own, scale, None if guess is None else guess[rows])
+            reader = self._reader(own, scale, draw[rows])
+            for first in range(0, len(weight), tile_tokens):
+                tile = slice(first, first + tile_tokens)
+                logits, blocks, weights = reader.read_tile(F.linear(own, head[tile]))
+                soft.add_tile(logits, blocks, weights, weight[tile])
+            blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
+            parts.append((reader.join(blocks), soft.result()))
+        return concat_rows(parts)
 
     def _reader(
         self, hidden: torch.Tensor, temperature: torch.Tensor, draw: torch.Tensor

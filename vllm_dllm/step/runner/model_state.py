@@ -28,8 +28,7 @@ from vllm_dllm.compat.gpu import capture_graphs, keep_during_sleep
 from vllm_dllm.scheduling.spared_forwards import joins_commits
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.runner.attn_requests import AttnRequests, LatestMetadata
-from vllm_dllm.step.runner.image_rows import ImageRows
+from vllm_dllm.step.runner.attn_requests import AttnRequests, ImageRows, LatestMetadata
 from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 

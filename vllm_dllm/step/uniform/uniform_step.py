@@ -15,11 +15,9 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step
-from vllm_dllm.denoise.temperature import temperature
+from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step, temperature
 from vllm_dllm.step.asked.grammars import Legal
-from vllm_dllm.step.asked.load_stages import LoadStages
-from vllm_dllm.step.asked.settings import SlotSettings, StepSettings, reveal_rule
+from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings, reveal_rule
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
 from vllm_dllm.step.canvas_step import CanvasStep

@@ -15,8 +15,14 @@ from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.watched.canvas_record import CanvasRecord, StepCanvases, read_records
-from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, Watcher
+from vllm_dllm.step.watched.canvas_sender import (
+    CanvasRecord,
+    CanvasSender,
+    QueuedStep,
+    StepCanvases,
+    Watcher,
+    read_records,
+)
 
 logger = init_logger(__name__)
 
@@ -105,7 +111,8 @@ class CanvasTrace:
         self._has_warned = False
 
     def write(self, request_id: str, record: CanvasRecord) -> None:
-        """Appends the line of one denoise step."""
+        """Appends the line of one denoise step. If the disk does not take it, drops it, and logs a
+        warning the first time."""
         line = {
             "request_id": request_id,
             "step": record.step,
@@ -115,13 +122,8 @@ class CanvasTrace:
             "entropy": record.mean_entropy,
             "finished": record.finished,
         }
-        self._append(json.dumps(line).encode() + b"\n")
-
-    def _append(self, line: bytes) -> None:
-        """Appends a line. If the disk does not take it, drops it, and logs a warning the first
-        time."""
         try:
-            self._file.append(line)
+            self._file.append(json.dumps(line).encode() + b"\n")
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import openai
-from PIL import Image
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -22,7 +21,7 @@ from rich.text import Text
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, read_serving_note
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
-from vllm_dllm.tools.demo import drawing, picture
+from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.server_process import (
@@ -83,7 +82,7 @@ def run(
                 view.show_answer(answer, _ask_in_thread(answer, server))
                 if question is questions[0] and save_picture is not None and answer.steps:
                     first = [step for step in answer.steps if step.block == 0]
-                    picture.save_picture(save_picture, question, first)
+                    drawing.save_picture(save_picture, question, first)
                     view.print_note(f"Picture: {save_picture}")
         finally:
             view.print_note(f"\nStopping the server. Its log stays: {log}")
@@ -193,10 +192,21 @@ class View:
         complete."""
         self._console.print()
         if (image := answer.question.image) is not None:
-            self._show_image(image)
+            if self._live and self._console.color_system is not None:
+                drawn = drawing.draw_in_colors(image)
+                self._console.print(drawn, no_wrap=True, overflow="crop")
+            else:
+                self._console.print(Text(drawing.draw_in_shades(image)), soft_wrap=True)
         self._console.print(Text(answer.question.text, "bold cyan"), soft_wrap=not self._live)
         if self._live:
-            self._animate(steps)
+            before: list[str] = []  # each frame takes the place of the one before, after `pace_s`
+            with Live(console=self._console, auto_refresh=False) as live:
+                for step in steps:
+                    frame = drawing.draw_frame(step, before, self._console.width)
+                    live.update(frame, refresh=True)
+                    time.sleep(self._pace_s)
+                    if step.finished:
+                        before.append("".join(step.texts))
         else:
             for step in steps:
                 self._console.print(Text(drawing.format_line(step)), soft_wrap=True)
@@ -205,25 +215,6 @@ class View:
             f"{_describe_steps(answer.steps)}{_pluralize(answer.num_tokens, 'token')} in "
             f"{answer.seconds:.2f} s: {answer.num_tokens / answer.seconds:.0f} tokens/s"
         )
-
-    def _show_image(self, image: Image.Image) -> None:
-        """Draws a question's picture, in colours if the terminal has them, else in shades."""
-        if self._live and self._console.color_system is not None:
-            self._console.print(drawing.draw_in_colors(image), no_wrap=True, overflow="crop")
-        else:
-            self._console.print(Text(drawing.draw_in_shades(image)), soft_wrap=True)
-
-    def _animate(self, steps: Iterator[Step]) -> None:
-        """Draws one frame per step, each in the place of the one before. Each frame stays for at
-        least `pace_s` seconds."""
-        before: list[str] = []
-        with Live(console=self._console, auto_refresh=False) as live:
-            for step in steps:
-                drawn = drawing.draw_frame(step, before, self._console.width)
-                live.update(drawn, refresh=True)
-                time.sleep(self._pace_s)
-                if step.finished:
-                    before.append("".join(step.texts))
 
 
 def _describe_steps(steps: Sequence[Step]) -> str:

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import KnownSequence
-from vllm_dllm.tools.drafter.target_states import Target
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,22 +17,23 @@ import torch.nn.functional as F
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorConfig, save_predictor
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.drafter.measurements import (
+from vllm_dllm.tools.drafter.offline import (
     Measurements,
     candidate_sizes,
     measure,
     measure_in_parts,
     split_prompts,
 )
-from vllm_dllm.tools.drafter.reference import WEIGHTS_FILE, load_drafter
-from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
-from vllm_dllm.tools.drafter.sequences import read_prompts
-from vllm_dllm.tools.drafter.target_states import (
+from vllm_dllm.tools.drafter.reference import (
+    WEIGHTS_FILE,
     check_fit,
+    load_drafter,
     load_target,
     target_text_config,
 )
-from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
+from vllm_dllm.tools.drafter.sequences import read_prompts
+from vllm_dllm.tools.resumable import progress_bars
 
 REPORT_FILE = "report.json"
 PLOT_FILE = "report.png"
@@ -76,7 +76,21 @@ def calibrate_width(
         measure_part = functools.partial(
             measure, verifier, model, sizes=sizes, max_tokens=max_tokens
         )
-        training, held_out = _measure_sides(measure_part, sides, partial)
+        measured: list[Measurements] = []
+        with progress_bars() as progress:
+            for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
+                folder = partial / name
+                folder.mkdir(exist_ok=True)
+                task = progress.add_task(f"measuring {name} prompts", total=len(side))
+                advance = functools.partial(progress.advance, task)
+                measured.append(measure_in_parts(measure_part, side, folder, advance))
+        training, held_out = measured
+        if min(len(training), len(held_out)) < 2:
+            raise InputError(
+                f"the target answers {len(training)} of the training and {len(held_out)} of the "
+                f"held-out prompts with two tokens or more, expected at least 2 each: give prompts "
+                f"that need longer answers"
+            )
         config = PredictorConfig(
             variant=variant,
             vocab_size=training.logits.shape[1],
@@ -91,32 +105,6 @@ def calibrate_width(
         save_plot(report, partial / PLOT_FILE)
         resumable.finish_run(partial, out, MEASURED_FOLDERS)
     print(describe(json.loads((out / REPORT_FILE).read_text())))
-
-
-def _measure_sides(
-    measure_part: Callable[[Sequence[list[int]]], Measurements],
-    sides: tuple[list[list[int]], list[list[int]]],  # training and held-out prompts
-    partial: Path,
-) -> list[Measurements]:
-    """Returns the measurements of the training and of the held-out prompts. Parts that a stopped
-    run has measured are read from `partial`. Raises InputError if too few answers have two
-    tokens."""
-    measured: list[Measurements] = []
-    with progress_bars() as progress:
-        for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
-            folder = partial / name
-            folder.mkdir(exist_ok=True)
-            task = progress.add_task(f"measuring {name} prompts", total=len(side))
-            advance = functools.partial(progress.advance, task)
-            measured.append(measure_in_parts(measure_part, side, folder, advance))
-    training, held_out = map(len, measured)
-    if min(training, held_out) < 2:
-        raise InputError(
-            f"the target answers {training} of the training and {held_out} of the held-out "
-            f"prompts with two tokens or more, expected at least 2 each: give prompts that need "
-            f"longer answers"
-        )
-    return measured
 
 
 EPOCHS = 60

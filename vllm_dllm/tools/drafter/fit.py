@@ -14,9 +14,8 @@ import torch
 
 from vllm_dllm.tools.drafter.blocks import drafting_loss
 from vllm_dllm.tools.drafter.offline import mean_length, replay
-from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import KnownSequence
-from vllm_dllm.tools.drafter.target_states import Target
 
 STATE_FILE = "state.pt"  # kept while the run is unfinished
 HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ

@@ -20,7 +20,7 @@ import torch
 
 from vllm_dllm.drafters.buffer import PATTERN
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.target_states import Target
+from vllm_dllm.tools.drafter.reference import Target
 from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 
 BATCH_SIZE = 128  # prompts that transformers answers at once

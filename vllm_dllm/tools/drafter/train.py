@@ -21,9 +21,12 @@ from vllm_dllm.tools import resumable
 from vllm_dllm.tools.drafter.fit import STATE_FILE, TrainingOptions, fit
 from vllm_dllm.tools.drafter.reference import (
     DFlashDrafter,
+    check_fit,
     drafter_config,
     load_drafter,
+    load_target,
     save_drafter,
+    target_text_config,
 )
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
@@ -32,11 +35,6 @@ from vllm_dllm.tools.drafter.sequences import (
     make_server_completer,
     read_buffer,
     read_prompts,
-)
-from vllm_dllm.tools.drafter.target_states import (
-    check_fit,
-    load_target,
-    target_text_config,
 )
 
 COMPLETIONS_FILE = "completions.jsonl"
@@ -99,7 +97,16 @@ def train(
         dflash["trained_context"] = max(longest, dflash.get("trained_context", 0))
     save_drafter(drafter, partial, torch.bfloat16)
     (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
-    _plot_log(log, partial / "training.png")
+    figure = Figure(figsize=(10, 4), layout="tight")
+    for axes, key, label in zip(
+        figure.subplots(1, 2),
+        ("loss", "tau_held_out"),
+        ("weighted cross entropy (nats)", "tokens per verification, held out"),
+        strict=True,
+    ):
+        axes.plot([entry["step"] for entry in log], [entry[key] for entry in log])
+        axes.set(xlabel="step", ylabel=label)
+    figure.savefig(partial / "training.png", dpi=80)
     resumable.finish_run(partial, out, WORKING_FILES)
 
 
@@ -193,17 +200,3 @@ def _fingerprint(
         "options": asdict(options),
         "sources": resumable.digest(sources),
     }
-
-
-def _plot_log(log: list[dict[str, Any]], path: Path) -> None:
-    """Writes a plot of the loss and of τ over the steps."""
-    figure = Figure(figsize=(10, 4), layout="tight")
-    for axes, key, label in zip(
-        figure.subplots(1, 2),
-        ("loss", "tau_held_out"),
-        ("weighted cross entropy (nats)", "tokens per verification, held out"),
-        strict=True,
-    ):
-        axes.plot([entry["step"] for entry in log], [entry[key] for entry in log])
-        axes.set(xlabel="step", ylabel=label)
-    figure.savefig(path, dpi=80)

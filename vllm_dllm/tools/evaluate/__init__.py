@@ -7,22 +7,21 @@ it the tasks' prompts over HTTP, like any client.
 import functools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
 from vllm_dllm.tools.evaluate.report import Row, save_plot
-from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics, read_weight_bytes
 from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.resumable import progress_bars
+from vllm_dllm.tools.scrape import Counters, read_metrics, read_weight_bytes
 from vllm_dllm.tools.server_process import check_checkpoint
 
 __all__ = ["run"]
@@ -52,7 +51,25 @@ def run(
         prompting = replace(prompting, serve_options=serve_options(loaded, prompting.serve_options))
         rows: list[Row] = []
         for checkpoint in checkpoints:
-            rows += _evaluate_checkpoint(checkpoint, loaded, prompting, console, logs)
+            serving = prompting.serve_options or ()
+            with run_server(checkpoint, serving, console, logs) as port:
+                weight_bytes = read_weight_bytes(port)
+                for name, task in loaded.items():
+                    before = read_metrics(port)
+                    with progress_bars(console) as progress:
+                        count = min(len(task.eval_docs), prompting.limit or len(task.eval_docs))
+                        bar = progress.add_task(name, total=count)
+                        outcome = evaluate(
+                            task,
+                            str(checkpoint),
+                            port,
+                            prompting,
+                            log=logs / "lm_eval.log",
+                            on_answer=functools.partial(progress.advance, bar),
+                        )
+                    console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
+                    done = Counters.since(before, port)
+                    rows += report.make_rows(checkpoint, name, outcome, done, weight_bytes)
     table = report.with_recovery(rows)
     asked = report.describe_prompts(table, prompting.concurrency)
     console.print(report.make_table(table, asked))
@@ -73,32 +90,3 @@ def _check_options(checkpoints: Sequence[Path], prompting: PromptSettings, out: 
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # now, not after everything has been measured
         raise InputError(f"-o must name a folder that can be written: {error}") from error
-
-
-def _evaluate_checkpoint(
-    checkpoint: Path,
-    tasks: dict[str, Task],
-    prompting: PromptSettings,
-    console: Console,
-    logs: Path,
-) -> Iterator[Row]:
-    """Serves a checkpoint while it is iterated over, and yields a row for each score of its tasks.
-    Raises InputError or ServerError if the server fails."""
-    with run_server(checkpoint, prompting.serve_options or (), console, logs) as port:
-        weight_bytes = read_weight_bytes(port)
-        for name, task in tasks.items():
-            before = read_metrics(port)
-            with progress_bars(console) as progress:
-                num_prompts = min(len(task.eval_docs), prompting.limit or len(task.eval_docs))
-                bar = progress.add_task(name, total=num_prompts)
-                outcome = evaluate(
-                    task,
-                    str(checkpoint),
-                    port,
-                    prompting,
-                    log=logs / "lm_eval.log",
-                    on_answer=functools.partial(progress.advance, bar),
-                )
-            console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
-            done = Counters.since(before, port)
-            yield from report.make_rows(checkpoint, name, outcome, done, weight_bytes)

@@ -54,15 +54,6 @@ class _ChatClient(_Client, LocalChatCompletion):
     """Does what `_Client` does for chat completions."""
 
 
-def sampling_overrides(checkpoint: Path) -> dict[str, object]:
-    """Returns sampling parameters that replace those of a task. DiffusionGemma denoises at its own
-    temperatures, so temperature 1 replaces the 0 that tasks have for other models. For masked
-    models a task's parameters stay."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
-    return {} if is_masked else {"temperature": 1.0}
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
     """Says how `eval` and `tune` send the prompts of a task."""
@@ -142,6 +133,11 @@ def evaluate(
         header={"Authorization": "Bearer none"},  # not a key from the environment
     )
     client.on_answer = on_answer
+    config = json.loads((Path(model) / "config.json").read_text())
+    # DiffusionGemma denoises at its own temperatures, so 1 replaces the 0 that tasks have for other
+    # models. For masked models a task's parameters stay.
+    is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
+    sampling: dict[str, object] = {} if is_masked else {"temperature": 1.0}
     try:
         with log.open("a") as output, contextlib.redirect_stderr(output):
             found: Any = lm_eval.simple_evaluate(
@@ -149,8 +145,7 @@ def evaluate(
                 tasks=[task],
                 limit=prompting.limit if prompts is None else None,
                 samples=None if prompts is None else {task.task_name: list(prompts)},
-                gen_kwargs=sampling_overrides(Path(model))
-                | ({"vllm_xargs": dict(options)} if options else {}),
+                gen_kwargs=sampling | ({"vllm_xargs": dict(options)} if options else {}),
                 apply_chat_template=prompting.api == "chat",
                 task_manager=task_manager(False),
             )
@@ -161,30 +156,19 @@ def evaluate(
     (name,) = found["results"]
     results = found["results"][name]
     higher_is_better = found["higher_is_better"][name]
-    scores = [
-        Score(
-            key.removesuffix(",none").replace(",", ", "),
-            value,
-            _standard_error(results, key),
-            _values_by_prompt(found["samples"][name], *key.split(",")),
+    scores = []
+    for key, value in results.items():
+        metric, _, filter_name = key.partition(",")
+        if metric not in higher_is_better:
+            continue
+        stderr = results.get(f"{metric}_stderr,{filter_name}")  # "N/A" for a single prompt
+        judged = (one for one in found["samples"][name] if one["filter"] == filter_name)
+        scores.append(
+            Score(
+                key.removesuffix(",none").replace(",", ", "),
+                value,
+                stderr if isinstance(stderr, float) else None,
+                {sample["doc_id"]: sample.get(metric) for sample in judged},
+            )
         )
-        for key, value in results.items()
-        if key.partition(",")[0] in higher_is_better
-    ]
     return Outcome(scores, found["n-samples"][name]["effective"], client.seconds)
-
-
-def _standard_error(results: dict[str, Any], key: str) -> float | None:
-    """Returns the standard error of the metric `key`, "metric,filter"; None if the harness has
-    none."""
-    metric, _, filter_name = key.partition(",")
-    stderr = results.get(f"{metric}_stderr,{filter_name}")
-    return stderr if isinstance(stderr, float) else None  # "N/A" for a single prompt
-
-
-def _values_by_prompt(
-    samples: list[dict[str, Any]], metric: str, filter_name: str
-) -> dict[int, object]:
-    """Returns a metric's value for each prompt, by the prompt's index in the task."""
-    judged = (sample for sample in samples if sample["filter"] == filter_name)
-    return {sample["doc_id"]: sample.get(metric) for sample in judged}

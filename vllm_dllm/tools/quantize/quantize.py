@@ -25,8 +25,7 @@ from transformers import DiffusionGemmaConfig
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.progress import progress_bars
-from vllm_dllm.tools.quantize.calibrate import Ranges, calibrate, read_prompts
+from vllm_dllm.tools.quantize.calibrate import calibrate, read_prompts
 from vllm_dllm.tools.quantize.plan import (
     Linear,
     Plan,
@@ -36,7 +35,7 @@ from vllm_dllm.tools.quantize.plan import (
     quantization_scheme,
 )
 from vllm_dllm.tools.quantize.source import Source, read_source
-from vllm_dllm.tools.resumable import RUN_FILE, write_json
+from vllm_dllm.tools.resumable import RUN_FILE, progress_bars, write_json
 
 WEIGHT_RANGES_FILE = "weight_ranges.json"
 INPUT_RANGES_FILE = "input_ranges.json"
@@ -85,7 +84,15 @@ def quantize(
     if out is None:
         raise InputError("expected the folder to write to (-o OUT), or --dry-run")
     partial = resumable.partial_folder(out)
-    _check_calibration(scheme, calibration)
+    if scheme == "nvfp4" and calibration is None:
+        raise InputError(
+            "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
+            "the model denoises answers to them"
+        )
+    if scheme != "nvfp4" and calibration is not None:
+        raise InputError(
+            f"{scheme} takes no --calibration: inputs are scaled token by token when served"
+        )
     prompts: list[list[int]] = []
     if calibration is not None:
         config = DiffusionGemmaConfig.from_dict(source.config)
@@ -103,22 +110,14 @@ def quantize(
         resumable.start_run(partial, run)
         write_json(known, weight_amax)
         scales = Scales(weight_amax, _find_input_amax(checkpoint, prompts, partial, progress))
-        _write_shards(source, plan, scales, partial, progress)
+        task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
+        for name, tensors in source.shards.items():
+            if (partial / name).exists():  # written by a run that was stopped
+                progress.advance(task, len(tensors))
+            else:
+                _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
     _write_rest(source, plan, partial)
     resumable.finish_run(partial, out, WORKING_FILES)
-
-
-def _check_calibration(scheme: str, calibration: Path | None) -> None:
-    """Raises InputError if nvfp4 has no --calibration, or another scheme has one."""
-    if scheme == "nvfp4" and calibration is None:
-        raise InputError(
-            "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
-            "the model denoises answers to them"
-        )
-    if scheme != "nvfp4" and calibration is not None:
-        raise InputError(
-            f"{scheme} takes no --calibration: inputs are scaled token by token when served"
-        )
 
 
 def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -171,13 +170,8 @@ def _find_input_amax(
         partial / INPUT_RANGES_FILE,
         lambda count: progress.advance(task, count),
     )
-    _report_idle_experts(ranges)
-    return {group: max(values) for group, values in ranges.items()}
-
-
-def _report_idle_experts(ranges: Ranges) -> None:
-    """Prints how many experts saw no token, if any. They get the scale of their layer, like all
-    experts. Many of them mean that the prompts are too few."""
+    # Experts that saw no token get the scale of their layer, like all. Many of them mean that the
+    # prompts are too few.
     idle = {
         group.removesuffix(".gate_up_proj"): sum(value == 0 for value in values)
         for group, values in ranges.items()
@@ -189,6 +183,7 @@ def _report_idle_experts(ranges: Ranges) -> None:
             f"prompts; they get the scales of their layer. More varied prompts reach more experts.",
             file=sys.stderr,
         )
+    return {group: max(values) for group, values in ranges.items()}
 
 
 def quantize_linear(
@@ -228,18 +223,6 @@ def quantize_linear(
 
 def _global_scale(amax: float) -> torch.Tensor:
     return generate_gparam(torch.tensor(-amax), torch.tensor(amax))
-
-
-def _write_shards(
-    source: Source, plan: Plan, scales: Scales, partial: Path, progress: Progress
-) -> None:
-    """Writes all shards that a stopped run has not written."""
-    task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
-    for name, tensors in source.shards.items():
-        if not (partial / name).exists():
-            _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
-        else:
-            progress.advance(task, len(tensors))
 
 
 def _write_shard(

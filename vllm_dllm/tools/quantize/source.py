@@ -61,15 +61,10 @@ def read_source(path: Path) -> Source:
         )
     shards = read_shards(path)
     for file, tensors in shards.items():
-        _check_types(path / file, tensors)
+        for name, info in tensors.items():
+            if info.dtype not in UNQUANTISED_BYTES:
+                raise InputError(
+                    f"{path / file}: {name} has the type {info.dtype}, expected an unquantised one "
+                    f"({', '.join(UNQUANTISED_BYTES)}): start from the unquantised checkpoint"
+                )
     return Source(path, config, shards, has_index=(path / INDEX_FILE).exists())
-
-
-def _check_types(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    """Raises InputError if a tensor of the file `path` has a quantised type."""
-    for name, info in tensors.items():
-        if info.dtype not in UNQUANTISED_BYTES:
-            raise InputError(
-                f"{path}: {name} has the type {info.dtype}, expected an unquantised one "
-                f"({', '.join(UNQUANTISED_BYTES)}): start from the unquantised checkpoint"
-            )

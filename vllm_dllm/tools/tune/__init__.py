@@ -21,10 +21,10 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
 from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
-from vllm_dllm.tools.evaluate.server_numbers import Counters, read_metrics
 from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.progress import progress_bars
+from vllm_dllm.tools.resumable import progress_bars
+from vllm_dllm.tools.scrape import Counters, read_metrics
 from vllm_dllm.tools.server_process import check_checkpoint
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.report import Confirmed, choose_settings, plot
@@ -61,9 +61,20 @@ def run(checkpoint: Path, **options: Any) -> None:
         InputError, ServerError: an option cannot be used, or the server failed.
     """
     settings = Settings(**options)
-    _check(checkpoint, settings)
+    check_checkpoint(checkpoint)
+    settings.check(LEAST_PROMPTS)
+    if settings.trials < 1:
+        raise InputError(f"--trials must be at least 1, got {settings.trials}")
+    if not 0 <= settings.max_loss < 100:
+        raise InputError(
+            f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
+        )
     space = Space(checkpoint, settings.serve_options or ())
-    identity = _identity(checkpoint, settings)
+    asked = asdict(settings)
+    del asked["trials"], asked["max_loss"], asked["out"]  # may differ when a stopped run continues
+    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
+    identity = {"checkpoint": str(checkpoint), "weights": marks} | asked
+    identity["data"] = str(settings.data)
     if resumable.is_finished(settings.out, identity, WORKING_FILES):
         return
     partial = resumable.partial_folder(settings.out)
@@ -72,8 +83,7 @@ def run(checkpoint: Path, **options: Any) -> None:
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with redirect_library_logs(logs / "lm_eval.log"):
-        task = _load(settings)
-        halves = _halves(task, settings.limit)
+        task, *halves = _load(settings)
         serving = serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:
             serving = [*serving, "--additional-config", json.dumps({"vllm_dllm": own})]
@@ -88,47 +98,22 @@ def run(checkpoint: Path, **options: Any) -> None:
     console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
 
 
-def _check(checkpoint: Path, settings: Settings) -> None:
-    """Raises InputError or ServerError for a checkpoint or settings that cannot be used."""
-    check_checkpoint(checkpoint)
-    settings.check(LEAST_PROMPTS)
-    if settings.trials < 1:
-        raise InputError(f"--trials must be at least 1, got {settings.trials}")
-    if not 0 <= settings.max_loss < 100:
-        raise InputError(
-            f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
-        )
-
-
-def _identity(checkpoint: Path, settings: Settings) -> dict[str, Any]:
-    """Returns what must be the same for a stopped run to continue. The numbers of trials and of
-    `max_loss` may differ."""
-    asked = asdict(settings)
-    del asked["trials"], asked["max_loss"], asked["out"]
-    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
-    return {"checkpoint": str(checkpoint), "weights": marks} | asked | {"data": str(settings.data)}
-
-
-def _load(settings: Settings) -> Task:
-    """Returns the task. Raises InputError if it cannot be used, or the name stands for several
-    tasks."""
+def _load(settings: Settings) -> tuple[Task, Sequence[int], Sequence[int]]:
+    """Returns the task, the indices of the prompts to search with, and of those to confirm with.
+    They alternate, since files are often sorted. Raises InputError if the task cannot be used, has
+    too few prompts, or the name stands for several tasks."""
     tasks = load_tasks([settings.task], settings.data)
     if len(tasks) > 1:
         raise InputError(
             f"--task must be one task, got '{settings.task}' with {len(tasks)}: {', '.join(tasks)}"
         )
-    return next(iter(tasks.values()))
-
-
-def _halves(task: Task, limit: int | None) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the indices of the prompts to search with, and of those to confirm with. They
-    alternate, since files are often sorted. Raises InputError if the task has too few prompts."""
-    count = min(len(task.eval_docs), limit or len(task.eval_docs))
+    (task,) = tasks.values()
+    count = min(len(task.eval_docs), settings.limit or len(task.eval_docs))
     if count < LEAST_PROMPTS:
         raise InputError(
             f"task '{task.task_name}' must have at least {LEAST_PROMPTS} prompts, got {count}"
         )
-    return range(0, count, 2), range(1, count, 2)
+    return task, range(0, count, 2), range(1, count, 2)
 
 
 def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
@@ -168,7 +153,7 @@ def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -
 def _search_and_confirm(
     partial: Path,
     space: Space,
-    halves: tuple[Sequence[int], Sequence[int]],
+    halves: Sequence[Sequence[int]],  # indices of prompts: to search with, and to confirm with
     settings: Settings,
     measure: Measure,
     console: Console,
@@ -198,25 +183,19 @@ def _search_and_confirm(
         own = next(t for t in tried if t.is_own)
         candidates = [own, *(t for t in pareto_front(tried) if t is not own)]
         confirming = progress.add_task("confirming", total=len(candidates))
-        found: list[Measured] = []
+        file, found = partial / CONFIRMED_FILE, []
+        known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
         for candidate in candidates:
-            found.append(_confirm(partial / CONFIRMED_FILE, candidate, halves[1], measure))
+            if (key := str(candidate.number)) not in known:
+                known[key] = asdict(measure(halves[1], candidate.keys))
+                resumable.write_json(file, known)
+            found.append(Measured.from_json(known[key]))
             progress.advance(confirming)
     confirmed = [
         Confirmed.compared_with(found[0], candidate, measured)
         for candidate, measured in zip(candidates, found, strict=True)
     ]
     return tried, sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
-
-
-def _confirm(file: Path, tried: Tried, prompts: Sequence[int], measure: Measure) -> Measured:
-    """Returns what `file` has measured of this trial on `prompts`. If it has nothing, measures the
-    trial and adds it to the file."""
-    known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
-    if (key := str(tried.number)) not in known:
-        known[key] = asdict(measure(prompts, tried.keys))
-        resumable.write_json(file, known)
-    return Measured.from_json(known[key])
 
 
 def _write(

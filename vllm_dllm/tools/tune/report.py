@@ -96,13 +96,17 @@ def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) ->
         table.add_column(heading, justify="right")
     table.add_column("settings", overflow="fold")
     for row in confirmed:
+        keys = (
+            f"{key.removeprefix('diffusion_')} {value:{'.3g' if isinstance(value, float) else ''}}"
+            for key, value in row.tried.keys.items()
+        )
         table.add_row(
             f"{row.tried.number}{' *' if row is chosen else ''}",
             _format_interval(row.accuracy),
             "-" if row.tried.is_own else _format_interval(row.difference, "+"),
             f"{row.measured.tokens_per_forward:.2f}",
             f"{row.measured.tokens_per_second:.0f}",
-            "own settings" if row.tried.is_own else _in_words(row.tried),
+            "own settings" if row.tried.is_own else ", ".join(keys),
         )
     return table
 
@@ -113,16 +117,6 @@ def _format_interval(interval: Interval, sign: str = "") -> str:
     return (
         f"{100 * interval.value:{sign}.1f} "
         f"({100 * interval.low:{sign}.1f} to {100 * interval.high:{sign}.1f})"
-    )
-
-
-def _in_words(tried: Tried) -> str:
-    """Returns the keys of a trial, without their prefix, and their values."""
-    return ", ".join(
-        f"{key.removeprefix('diffusion_')} {value:.3g}"
-        if isinstance(value, float)
-        else f"{key.removeprefix('diffusion_')} {value}"
-        for key, value in tried.keys.items()
     )
 
 

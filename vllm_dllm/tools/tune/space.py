@@ -73,12 +73,6 @@ class Space:
                 ) from error
 
     @property
-    def _has_modes(self) -> bool:
-        """Whether the model can also decode autoregressively, so that `diffusion_mode` is
-        searched."""
-        return self._family is not None and self._family.is_causal
-
-    @property
     def server_settings(self) -> dict[str, Any]:
         """The extension's settings of the server on which all trials run."""
         return {"blocks_in_flight": BLOCKS_IN_FLIGHT} if self._has_blocks_in_flight else {}
@@ -107,13 +101,8 @@ class Space:
         """Returns the parameters of the trial with the checkpoint's own settings."""
         if self._config is None:
             assert self._family is not None
-            mode = {"mode": "diffusion"} if self._has_modes else {}
-            threshold = self._family.threshold
-            found: dict[str, Value] = {
-                **mode,
-                "acceptance": "confidence",
-                "accept_probability": threshold,
-            }
+            found: dict[str, Value] = {"mode": "diffusion"} if self._family.is_causal else {}
+            found |= {"acceptance": "confidence", "accept_probability": self._family.threshold}
             if self._has_edits:
                 found["edits"] = 0
             if self._has_blocks_in_flight:
@@ -134,7 +123,7 @@ class Space:
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
         """Returns the keys of one trial, with values that Optuna chooses. An acceptance rule comes
         with its own parameter only, and drafts that are verified come with none."""
-        if self._has_modes:
+        if self._family is not None and self._family.is_causal:  # can decode token by token, too
             mode = trial.suggest_categorical("mode", ("diffusion", "self_speculation"))
             if mode != "diffusion":
                 return {"diffusion_mode": mode}
@@ -158,17 +147,13 @@ class Space:
         elif rule == "top_k":
             tokens = trial.suggest_int("accept_tokens", 1, _MOST_TOKENS, log=True)
             keys["diffusion_accept_tokens"] = tokens
-        if self._config is not None:
-            keys |= self._ending(trial, self._config)
-        return keys
-
-    def _ending(self, trial: optuna.trial.BaseTrial, config: DenoiseConfig) -> dict[str, Value]:
-        """Returns the keys that masked models lack: temperatures, and those that decide when a
-        canvas is finished."""
+        if (config := self._config) is None:
+            return keys
+        # What masked models lack: temperatures, and what decides when a canvas is finished.
         t_max = trial.suggest_float("t_max", 0.25 * config.t_max, 2 * config.t_max)
         share = trial.suggest_float("t_min_share", 0.1, 1)
         most_steps = config.max_denoising_steps
-        return {
+        return keys | {
             "diffusion_max_steps": trial.suggest_int(
                 "max_steps", min(2, most_steps), most_steps, log=True
             ),

@@ -4,7 +4,7 @@ import torch
 from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
-from vllm_dllm.cpu.compat.linear_kernels import prefer_linear_kernel
+from vllm_dllm.cpu.compat.kernels import prefer_linear_kernel
 from vllm_dllm.cpu.quantization.linear import CpuFp8LinearKernel
 
 

@@ -1,15 +1,29 @@
-"""What the demo shows in a terminal, and in a pipe."""
+"""What the demo asks, and what it shows in a terminal, in a pipe and in the picture that it
+saves."""
 
+import base64
 import io
+import json
 import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+from PIL import Image
 from rich.console import Console
 
-from tests.unit.tools.demo.recorded import PIXELS, RECORDED, steps
+from checkpoints.recipes.tasks import Example
+from tests.paths import CHECKPOINTS
+from tests.unit.tools.demo.recorded import PIXELS, RECORDED, event, steps
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.demo.questions import Question
+from vllm_dllm.tools.demo.questions import (
+    PICTURE_QUESTIONS,
+    TEXT_QUESTIONS,
+    Question,
+    questions_for,
+)
 
 SORT = Question("Sort: [dog] cat")
 
@@ -110,3 +124,92 @@ def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
     out = io.StringIO()
     draw(Console(file=out, highlight=False, width=72), with_picture)
     assert out.getvalue().splitlines()[1:4] == ["▓", "▒", "What number is shown?"]
+
+
+def test_picture(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "canvas.svg"
+    drawing.save_picture(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
+    texts = [element.text for element in ElementTree.parse(path).iter() if element.text]
+    words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
+    assert "Sort: <dog> & cat" in words
+    assert [word for word in words if word.startswith("step")] == ["step  1", "step  2", "step  3"]
+    # The guesses of the first step, in the widths of the finished text: "house" became "dog".
+    assert words[words.index("step  1") + 1 :][:3] == ["cat", "mhou", "·"]
+    assert "cat dog·" in words
+
+
+def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Question) -> None:
+    path = tmp_path / "canvas.svg"
+    heights = []
+    for question in (Question(with_picture.text), with_picture):
+        drawing.save_picture(path, question, steps(*RECORDED))
+        root = ElementTree.parse(path).getroot()
+        heights.append(float(root.attrib["viewBox"].split()[3]))
+        shown = list(root.iter("{http://www.w3.org/2000/svg}image"))
+        assert len(shown) == (question.picture is not None)
+    (image,) = shown
+    drawn = base64.b64decode(image.attrib["href"].partition("base64,")[2])
+    assert Image.open(io.BytesIO(drawn)).size == PIXELS.size
+    assert (int(image.attrib["width"]), int(image.attrib["height"])) == (8, 12)
+    assert heights[1] - heights[0] > 12
+
+
+def test_a_picture_of_a_model_that_is_sure(tmp_path: Path) -> None:
+    sure = steps(*(step | {"mean_entropy": 0.0} for step in RECORDED))
+    drawing.save_picture(tmp_path / "canvas.svg", Question("Sort: b a"), sure)
+    assert "0.000" in (tmp_path / "canvas.svg").read_text()
+
+
+def test_a_picture_shows_both_ends_of_many_steps() -> None:
+    many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
+    numbers = [step.number for step in drawing.select_evenly(many, 28)]
+    assert len(numbers) == 28 and numbers[0] == 1 and numbers[-1] == 48
+    assert numbers == sorted(set(numbers))
+
+
+def test_cells() -> None:
+    first, second, third = steps(*RECORDED)
+    assert drawing.position_cells(first) == [
+        ("cat", drawing.ACCEPTED),
+        ("moon", drawing.OPEN),
+        ("house", drawing.OPEN),
+        ("·", drawing.ACCEPTED),
+    ]
+    assert drawing.position_cells(second)[1:3] == [(" ", drawing.ACCEPTED), ("sun", drawing.OPEN)]
+    assert {style for _, style in drawing.position_cells(third)} == {drawing.FINISHED}
+    (odd,) = steps(event(1, ["\n", "\x07", "\ufffd", ""], [1, 1, 1, 1], 0.0))
+    assert [text for text, _ in drawing.position_cells(odd)] == ["⏎", "▒", "▒", "·"]
+
+
+def test_flow_breaks_between_cells() -> None:
+    lines = drawing.wrap_cells([("cat", ""), (" ", ""), ("house", ""), ("·", ""), ("xy", "")], 6)
+    assert [line.plain for line in lines] == ["cat ", "house·", "xy"]
+    assert [line.plain for line in drawing.wrap_cells([("longer", ""), ("b", "")], 3)] == [
+        "longer",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entropy_nats", "filled"), [(0.0, 0), (1e-6, 1), (1.75, 10), (7.0, 20), (9.0, 20)]
+)
+def test_entropy_bar(entropy_nats: float, filled: int) -> None:
+    assert drawing.entropy_bar(entropy_nats) == "█" * filled + "░" * (20 - filled)
+
+
+def test_the_questions_are_held_out() -> None:
+    assert 4 <= len(TEXT_QUESTIONS) <= 6
+    assert all(Example("", question.text, "").held_out for question in TEXT_QUESTIONS)
+    rows = (CHECKPOINTS / "held_out_images.jsonl").read_text().splitlines()
+    held_out = [json.loads(row)["messages"][0]["content"] for row in rows]
+    assert all(question.message["content"] in held_out for question in PICTURE_QUESTIONS)
+
+
+def test_pictures_are_for_checkpoints_that_see(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"vision_config": {"model_type": "gemma4_vision"}}')
+    assert list(questions_for(tmp_path)) == list(TEXT_QUESTIONS)  # nothing makes patches
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert list(questions_for(tmp_path)) == [*PICTURE_QUESTIONS, *TEXT_QUESTIONS]
+    config.write_text('{"vision_config": null}')
+    assert list(questions_for(tmp_path)) == list(TEXT_QUESTIONS)

@@ -8,9 +8,14 @@ import torch
 
 from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from vllm_dllm.tools.drafter.fit import TrainingOptions, fit
-from vllm_dllm.tools.drafter.reference import DFlashDrafter, load_drafter, save_drafter
+from vllm_dllm.tools.drafter.reference import (
+    DFlashDrafter,
+    Target,
+    load_drafter,
+    load_target,
+    save_drafter,
+)
 from vllm_dllm.tools.drafter.sequences import KnownSequence, complete
-from vllm_dllm.tools.drafter.target_states import Target, load_target
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tests import tolerances
 from vllm_dllm.tools.drafter.blocks import Blocks, block_logits, make_blocks
-from vllm_dllm.tools.drafter.reference import DFlashDrafter, load_drafter
-from vllm_dllm.tools.drafter.target_states import Target
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target, load_drafter
 
 pytestmark = pytest.mark.numerics
 

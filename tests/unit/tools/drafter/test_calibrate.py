@@ -14,18 +14,17 @@ from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_pr
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter import calibrate
 from vllm_dllm.tools.drafter.calibrate import train_predictor
-from vllm_dllm.tools.drafter.measurements import (
+from vllm_dllm.tools.drafter.offline import (
     Measurements,
     candidate_sizes,
     measure,
     measure_in_parts,
+    replay,
     split_prompts,
 )
-from vllm_dllm.tools.drafter.offline import replay
-from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.report import build_report, describe
 from vllm_dllm.tools.drafter.sequences import complete
-from vllm_dllm.tools.drafter.target_states import Target
 
 pytestmark = pytest.mark.numerics
 

@@ -11,9 +11,8 @@ from tests import tolerances
 from tests.paths import CHECKPOINTS
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.offline import Replayed, replay
-from vllm_dllm.tools.drafter.reference import DFlashDrafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import complete
-from vllm_dllm.tools.drafter.target_states import Target
 
 pytestmark = pytest.mark.numerics
 

@@ -10,6 +10,7 @@ import torch
 
 from checkpoints.recipes.tokenizer import EOS_ID
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter.reference import Target
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
     collect,
@@ -17,7 +18,6 @@ from vllm_dllm.tools.drafter.sequences import (
     make_server_completer,
     read_prompts,
 )
-from vllm_dllm.tools.drafter.target_states import Target
 
 MAX_TOKENS = 6
 

@@ -17,9 +17,8 @@ from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter import fit, train
 from vllm_dllm.tools.drafter.fit import TrainingOptions
-from vllm_dllm.tools.drafter.reference import load_drafter
+from vllm_dllm.tools.drafter.reference import load_drafter, load_target, target_text_config
 from vllm_dllm.tools.drafter.sequences import KnownSequence, complete, read_prompts
-from vllm_dllm.tools.drafter.target_states import load_target, target_text_config
 
 pytestmark = pytest.mark.numerics
 

@@ -33,7 +33,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
 
     def command(checkpoint: Path, port: int, *options: str) -> list[str]:
-        assert "vllm_dllm.tools.evaluate.server_numbers.WeightSizes" in options
+        assert "vllm_dllm.tools.scrape.WeightSizes" in options
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
     monkeypatch.setattr(serving, "serve_command", command)

@@ -1,18 +1,21 @@
-"""What the search may try."""
+"""What the search may try, and intervals of accuracies and of differences between two."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 from optuna.samplers import RandomSampler
 from optuna.trial import FixedTrial
+from scipy.stats import binomtest
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.masked import check_asked_blocks
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import server_defaults
+from vllm_dllm.tools.tune.report import difference_interval, mean_interval
 from vllm_dllm.tools.tune.space import Space
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
@@ -138,3 +141,30 @@ def test_no_diffusion_model(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(InputError, match=r"generation_config\.json is not JSON"):
         Space(tmp_path)
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 40), (31, 40), (253, 253)])
+def test_wilson(right: int, count: int) -> None:
+    found = mean_interval([1.0] * right + [0.0] * (count - right))
+    expected = binomtest(right, count).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx(tuple(expected))
+    assert found.low <= found.value == right / count <= found.high
+
+
+def test_the_difference_holds_in_19_of_20_draws() -> None:
+    """Of prompts that get worse and better by chance, the true difference is inside."""
+    generator = np.random.default_rng(0)
+    shares, draws, inside = (0.04, 0.01, 0.95), 2000, 0
+    for _ in range(draws):
+        change = generator.choice((-1.0, 1.0, 0.0), size=250, p=shares)
+        before = np.where(change == 0, 1.0, (change < 0).astype(float))
+        interval = difference_interval(before + change, before)
+        inside += interval.low <= 0.01 - 0.04 <= interval.high
+    assert inside >= 0.95 * draws
+
+
+def test_equal_answers() -> None:
+    """Nothing has changed, but that says only so much of other prompts."""
+    interval = difference_interval([1.0] * 100, [1.0] * 100)
+    assert interval.value == 0.0
+    assert interval.low == -interval.high < 0.0
