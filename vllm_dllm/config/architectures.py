@@ -120,7 +120,7 @@ def takes_acceptance(family: Family | None, rule: str) -> bool:
     """Returns whether models of `family` take the value `rule` of `diffusion_acceptance`. `family`
     None: a model whose canvases begin as noise."""
     if rule == "verified":
-        return family is not None and family.is_shifted
+        return family is not None and (family.is_shifted or family.allows_blocks_in_flight)
     return family is not None or rule != "in_order"
 
 

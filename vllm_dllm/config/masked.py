@@ -27,6 +27,12 @@ class MaskedConfig:
     edit_tokens: tuple[int, int] | None = None
     """Ids of the tokens that delete and insert. None: the family does not move tokens."""
 
+    @property
+    def verifies_copies(self) -> bool:
+        """Whether requests may have their drafts verified in a second copy of the block, for which
+        a canvas of several blocks has room (`step.masked.copied_step`)."""
+        return self.family.allows_blocks_in_flight and self.blocks_in_flight > 1
+
     @classmethod
     def if_masked(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
         """Returns the model's MaskedConfig, or None if it is not a masked model. Raises ValueError
@@ -127,3 +133,15 @@ def check_asked_blocks(asked: int | None, served: int) -> None:
             f"diffusion_blocks_in_flight must be at most {served}, the server's "
             f"blocks_in_flight, got {asked}. Lower it or leave it out."
         )
+
+
+def check_verified(acceptance: str | None, family: Family | None, blocks_in_flight: int) -> None:
+    """Raises ValueError if `acceptance` asks for verified drafts and the server's canvas has no
+    room for the second copy of a block that `family` needs for them."""
+    if acceptance == "verified" and family is not None and not family.is_shifted:
+        if blocks_in_flight == 1:
+            raise ValueError(
+                "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
+                "server has room for one: start it with --additional-config "
+                '\'{"vllm_dllm": {"blocks_in_flight": 2}}\', or choose another rule.'
+            )

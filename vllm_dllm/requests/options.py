@@ -288,6 +288,12 @@ def fits_canvases(params: SamplingParams | None) -> bool:
     return (_stored_fields(params) or {}).get("fits_canvases", False)
 
 
+def verifies_drafts(params: SamplingParams | None) -> bool:
+    """Returns whether a request asks for `diffusion_acceptance` "verified"; False if it was not
+    admitted."""
+    return (_stored_fields(params) or {}).get("acceptance") == "verified"
+
+
 def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:
     return None if params is None else (params.extra_args or {}).get(OPTIONS_KEY)
 
