@@ -28,7 +28,8 @@ def key_range(first_query, last_query, context_len, seq_len, causal, symmetric, 
     start = 0
     end = seq_len
     if causal != 0:
-        end = (last_query // causal + 1) * causal
+        block = max(causal, 1)  # a row that verifies sees its own key, the last one
+        end = (last_query // block + 1) * block
         if window_left >= 0:
             start = first_query - window_left
     elif window_left >= 0:

@@ -100,10 +100,6 @@ class DraftingModelState(MaskedModelState):
             return length
         return torch.where(self.step.verifies(requests.slots), self.step.verifying_causal, length)
 
-    @property
-    def verifies_copies(self) -> bool:
-        return self.step.verifying_causal < 0
-
     def image_spans(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
     ) -> torch.Tensor | None:
@@ -118,7 +114,7 @@ class DraftingModelState(MaskedModelState):
         verifies = self.step.verifies(input_batch.idx_mapping[:n])
         of_requests = torch.stack((input_batch.seq_lens[:n] - num_rows, verifies.int()))
         of_rows = of_requests.repeat_interleave(num_rows, dim=1, output_size=num_tokens)
-        if self.verifies_copies:
+        if self.step.verifying_causal < 0:
             own = verifying_spans(positions, of_rows[0], self.step.block_length)
         else:
             own = block_spans(positions, 1)
