@@ -77,9 +77,8 @@ def _visible_as_text(
 ) -> torch.Tensor:
     """Returns the result of `visible` for queries that belong to no image."""
     block = torch.as_tensor(causal, device=query_pos.device).long()
-    end = torch.where(
-        block < 0, verifying_end(query_pos, context_len, -block), block_end(query_pos, block)
-    )
+    verifying = verifying_end(query_pos, context_len, (-block).clamp(min=1))
+    end = torch.where(block < 0, verifying, block_end(query_pos, block))
     causal, seen = block != 0, (key_pos < end) | (key_pos == query_pos)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
     back = query_pos - key_pos
@@ -93,7 +92,7 @@ def _visible_as_text(
 
 def block_end(
     position: torch.Tensor,  # int
-    block: torch.Tensor,  # int, tokens of a block; 0 and less count as 1
+    block: torch.Tensor,  # int, tokens of a block; less than 1 counts as 1
 ) -> torch.Tensor:
     """Returns the position after the last token of the block that holds `position`."""
     block = block.clamp(min=1)
@@ -103,14 +102,11 @@ def block_end(
 def verifying_end(
     query_pos: torch.Tensor,  # int
     context_len: torch.Tensor | int,  # tokens before the request's first query
-    block: torch.Tensor | int,  # int, tokens of the block that is verified; 0 and less count as 1
+    block: torch.Tensor | int,  # tokens of the block that is verified, at least 1
 ) -> torch.Tensor:
     """Returns the end of the keys from 0 on that each query of a verifying request sees."""
-    block = torch.as_tensor(block, device=query_pos.device)
-    context_len = torch.as_tensor(context_len, device=query_pos.device)
-    return torch.where(
-        query_pos < block_end(context_len, block), query_pos + 1, query_pos - block.clamp(min=1)
-    )
+    first_copy = (context_len // block + 1) * block
+    return torch.where(query_pos < first_copy, query_pos + 1, query_pos - block)
 
 
 def block_spans(
