@@ -1,5 +1,5 @@
-"""SDAR and LLaDA2 verify their drafts in a second copy of the block: the answer is that of blocks of
-one token, whatever was drafted."""
+"""SDAR and LLaDA2 verify their drafts in a second copy of the block: the answer is that of blocks
+of one token, whatever was drafted."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -198,9 +198,7 @@ def test_forms_are_written_by_the_threshold(engine: GetEngine, made: GetMade) ->
     plainly = [params_of(GREEDY, 31, i, allowed_token_ids=FEW) for i in range(5)]
     for one in as_usual:
         one.extra_args = {}
-    answers = [
-        found.tokens for found in generate(model, prompts * 3, written + as_usual + plainly)
-    ]
+    answers = [found.tokens for found in generate(model, prompts * 3, written + as_usual + plainly)]
     assert answers[:5] == answers[5:10]
     decode = DraftingReference(plain, FEW)
     expected = [decode.one_by_one(prompt, 31, GREEDY, 0) for prompt in prompts]

@@ -138,10 +138,10 @@ def check_asked_blocks(asked: int | None, served: int) -> None:
 def check_verified(acceptance: str | None, family: Family | None, blocks_in_flight: int) -> None:
     """Raises ValueError if `acceptance` asks for verified drafts and the server's canvas has no
     room for the second copy of a block that `family` needs for them."""
-    if acceptance == "verified" and family is not None and not family.is_shifted:
-        if blocks_in_flight == 1:
-            raise ValueError(
-                "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
-                "server has room for one: start it with --additional-config "
-                '\'{"vllm_dllm": {"blocks_in_flight": 2}}\', or choose another rule.'
-            )
+    has_copies = family is not None and family.allows_blocks_in_flight
+    if acceptance == "verified" and has_copies and blocks_in_flight == 1:
+        raise ValueError(
+            "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
+            "server has room for one: start it with --additional-config "
+            '\'{"vllm_dllm": {"blocks_in_flight": 2}}\', or choose another rule.'
+        )

@@ -139,8 +139,7 @@ class RequestOptions:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every token is the one that the model would choose autoregressively
-        (`step.masked.verified_step`)."""
+        """Whether every token is chosen autoregressively (`step.masked.verified_step`)."""
         return self.mode != "diffusion"
 
     @property
@@ -150,8 +149,7 @@ class RequestOptions:
         return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
 
     def narrowing(self, max_tokens: int | None, canvas_length: int) -> dict[str, Any]:
-        """Returns fields to replace so that canvases are no wider than `max_tokens` need. Returns
-        {} for a request that chooses its own width or canvas."""
+        """Returns fields that narrow canvases to `max_tokens`; {} if the request has its own."""
         if max_tokens is None or self.read_only or self.canvas_length or self.seed_canvas:
             return {}
         width = narrowed_width(max_tokens)
@@ -289,8 +287,7 @@ def fits_canvases(params: SamplingParams | None) -> bool:
 
 
 def verifies_drafts(params: SamplingParams | None) -> bool:
-    """Returns whether a request asks for `diffusion_acceptance` "verified"; False if it was not
-    admitted."""
+    """Returns whether a request's acceptance is "verified"; False if it was not admitted."""
     return (_stored_fields(params) or {}).get("acceptance") == "verified"
 
 

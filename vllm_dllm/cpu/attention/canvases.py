@@ -262,7 +262,7 @@ def check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_
         ):
             return
     raise ValueError(
-        f"The reference window rule and verified drafts on CPU need a KV cache with transposed keys "
-        f"per block, which kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does not "
-        f"have. Serve with --kv-cache-dtype auto."
+        f"The reference window rule and verified drafts on CPUs need a KV cache with transposed "
+        f"keys per block, which kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does "
+        f"not have. Serve with --kv-cache-dtype auto."
     )

@@ -1,5 +1,5 @@
-"""Steps of requests with `diffusion_acceptance` "verified": in turn, one drafts all hidden positions
-of a canvas, and the next one reads the draft causally and reveals what it agrees with
+"""Steps of requests with `diffusion_acceptance` "verified". In turn, one drafts all hidden
+positions of a canvas, and the next one reads the draft causally and reveals what it agrees with
 (`denoise.masked.verify_step`).
 
 Both draw a position by the same number, so that they agree often, and the answer does not depend on

@@ -98,8 +98,9 @@ class Space:
     @property
     def _has_verified(self) -> bool:
         """Whether drafts can be verified on the server of the trials."""
-        can = takes_acceptance(self._family, "verified")
-        return can and (self._has_blocks_in_flight or bool(self._family and self._family.is_shifted))
+        if self._family is None or not takes_acceptance(self._family, "verified"):
+            return False
+        return self._has_blocks_in_flight or self._family.is_shifted
 
     def presets(self) -> list[dict[str, Value]]:
         """Returns the parameters of the first trials: the checkpoint's own settings, those that the
