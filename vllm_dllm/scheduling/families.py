@@ -35,7 +35,11 @@ class CanvasFamily(ABC):
     @abstractmethod
     def canvas_width(self, request: Request) -> int:
         """Returns how many tokens the current canvas of `request` has, or the next one if a block
-        just ended."""
+        just ended. Includes rows behind it that are part of no block."""
+
+    def tokens_of_canvas(self, request: Request) -> int:
+        """Returns how many tokens of an answer that canvas has. In this class, all of them are."""
+        return self.canvas_width(request)
 
     def num_recomputed(self, num_known: int) -> int:
         """Returns how many of the `num_known` known tokens each step computes anew until their
@@ -133,11 +137,14 @@ class AlignedBlocks(MaskedCanvases):
     """
 
     def canvas_width(self, request: Request) -> int:
-        unit = self._unit(request)
-        width = unit - int(request.num_tokens) % unit
+        unit, width = self._unit(request), self.tokens_of_canvas(request)
         if self._has_copies(request) and request.num_tokens + width + unit <= self.max_model_len:
             width += unit
         return width
+
+    def tokens_of_canvas(self, request: Request) -> int:
+        unit = self._unit(request)
+        return unit - int(request.num_tokens) % unit
 
     def num_recomputed(self, num_known: int) -> int:
         return num_known % self.masked.block_length

@@ -74,8 +74,8 @@ class CopiedStep(DraftingStep):
         if not self.requests.joins_commits:  # the host may not know where canvases begin
             has_copy = async_tensor_h2d(is_verified, device=self.device)
             return lengths != self._whole_length(starts, has_copy)
-        first_tokens = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
-        lengths_np = first_tokens[batch.requests_np]
+        num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
+        lengths_np = num_rows[batch.requests_np]
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]  # exact, here
         is_cut = lengths_np != self._whole_length(ends - lengths_np, is_verified)
         return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None

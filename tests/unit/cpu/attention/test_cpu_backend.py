@@ -17,6 +17,7 @@ from tests.unit.attention_kernels.batches import VERIFIED
 from tests.unit.attention_kernels.test_triton import MIXES as TRITON_MIXES
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.cpu.attention.backend import CpuCanvasBackend
 from vllm_dllm.cpu.attention.canvases import check_cache_layout
 
@@ -158,6 +159,13 @@ def test_numbers_of_verified_blocks(attend: Attend, dtype: str) -> None:
 def test_a_processor_with_amx_serves_bf16(attend: Attend, window_left: int) -> None:
     """vLLM's kernels for it lay the cache out in another way than canvases read it."""
     test_numbers(attend, "bf16", "mixed", window_left, None)
+
+
+@pytest.mark.parametrize("isa", ["amx"], indirect=True)
+def test_it_also_serves_verified_blocks(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = SimpleNamespace(verifies_copies=True)
+    monkeypatch.setattr(MaskedConfig, "if_masked", lambda config: said)
+    test_numbers(attend, "bf16", "verified", -1, None)
 
 
 def test_layout_check_accepts_this_machine_and_names_what_it_refuses() -> None:
