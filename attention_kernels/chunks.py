@@ -131,6 +131,7 @@ def _cut_kernel(
         is_causal,
         is_symmetric,
         window_left,
+        VERIFIES=True,
     )
     if spans is not None:
         row = tl.arange(0, CHUNK)

@@ -205,6 +205,7 @@ def _attention_kernel(
         is_causal,
         is_symmetric,
         window_left,
+        VERIFIES,
     )
     if spans is not None:
         start, end = with_images(start, end, image_start, image_end)

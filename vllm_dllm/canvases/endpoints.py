@@ -15,6 +15,7 @@ from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import CanvasStreams, TokenTexts
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.architectures import FAMILIES, takes_acceptance
+from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import ACCEPTANCE_RULES
 
 logger = init_logger(__name__)
@@ -81,7 +82,9 @@ class CanvasEndpoints:
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
         self._source = CanvasHub(folder), make_token_texts(engine_client.get_tokenizer())
-        self._about = page_settings(engine_client.model_config)
+        config = engine_client.vllm_config
+        extension = ExtensionConfig.from_additional_config(config.additional_config)
+        self._about = page_settings(engine_client.model_config, extension.blocks_in_flight)
         logger.info(
             "Canvases can be watched on %s, and with diffusion_stream_canvases in requests.",
             page_address(args),
@@ -100,14 +103,17 @@ def make_token_texts(tokenizer: Any) -> TokenTexts:
     return lambda tokens: [text(token) for token in tokens]
 
 
-def page_settings(config: ModelConfig) -> dict[str, Any]:
+def page_settings(config: ModelConfig, blocks_in_flight: int) -> dict[str, Any]:
     """Returns what the page needs to know of a model, as JSON: `examples`, questions that it can
-    answer, and `acceptance`, the names of its acceptance rules."""
+    answer, and `acceptance`, the names of its acceptance rules. `blocks_in_flight`: the
+    server's."""
     family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)
     is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
     return {
         "examples": EXAMPLES_OF_SHIPPED if is_shipped else EXAMPLES,
-        "acceptance": [rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule)],
+        "acceptance": [
+            rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule, blocks_in_flight)
+        ],
     }
 
 

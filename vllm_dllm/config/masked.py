@@ -6,7 +6,13 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_dllm.config.architectures import FAMILIES, Family, edit_token_ids, family_of
+from vllm_dllm.config.architectures import (
+    FAMILIES,
+    Family,
+    edit_token_ids,
+    family_of,
+    takes_acceptance,
+)
 from vllm_dllm.config.extension import ExtensionConfig
 
 logger = init_logger(__name__)
@@ -137,9 +143,8 @@ def check_asked_blocks(asked: int | None, served: int) -> None:
 
 def check_verified(acceptance: str | None, family: Family | None, blocks_in_flight: int) -> None:
     """Raises ValueError if `acceptance` asks for verified drafts and the server's canvas has no
-    room for the second copy of a block that `family` needs for them."""
-    has_copies = family is not None and family.allows_blocks_in_flight
-    if acceptance == "verified" and has_copies and blocks_in_flight == 1:
+    room for the second copy of a block that `family`, which takes them, needs."""
+    if acceptance == "verified" and not takes_acceptance(family, acceptance, blocks_in_flight):
         raise ValueError(
             "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
             "server has room for one: start it with --additional-config "

@@ -98,9 +98,8 @@ class Space:
     @property
     def _has_verified(self) -> bool:
         """Whether drafts can be verified on the server of the trials."""
-        if self._family is None or not takes_acceptance(self._family, "verified"):
-            return False
-        return self._has_blocks_in_flight or self._family.is_shifted
+        in_flight = self.server_settings.get("blocks_in_flight", 1)
+        return takes_acceptance(self._family, "verified", in_flight)
 
     def presets(self) -> list[dict[str, Value]]:
         """Returns the parameters of the first trials: the checkpoint's own settings, those that the
