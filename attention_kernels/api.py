@@ -20,7 +20,8 @@ def attention(
     block_table: torch.Tensor,  # [num_reqs, max_blocks] int32, page of each block of a request
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32, first row of each request
     seq_lens: torch.Tensor,  # [num_reqs] int32, context and queries together
-    causal: torch.Tensor,  # [num_reqs] int32, 1 = causal, 0 = bidirectional, B = by blocks
+    causal: torch.Tensor,  # [num_reqs] int32, 1 = causal, 0 = bidirectional, B = by blocks, -B =
+    # verifies a block
     *,
     scale: float,  # of the scores, before the soft cap
     window_left: int = -1,  # tokens a query sees back, not counting itself; negative = no window
@@ -30,6 +31,7 @@ def attention(
     key_scale: torch.Tensor | None = None,  # [1] fp32, what an fp8 cache is multiplied by; None = 1
     value_scale: torch.Tensor | None = None,
     max_seq_len: int | None = None,  # bound on seq_lens (None = the block table's)
+    verifies: bool = False,  # whether `causal` may be negative
     output: torch.Tensor | None = None,  # [T, Hq, D], written at the rows of requests
     impl: Impl = "triton",
 ) -> torch.Tensor:
@@ -41,8 +43,9 @@ def attention(
 
     impl: "triton" (a GPU, or Triton's interpreter), "fa4" (FlashAttention-4, a GPU) or "reference"
     (plain PyTorch, anywhere). A case that `impl` cannot run is an error: no other implementation
-    takes over, and `support.py` tells beforehand. "fa4" takes only 0 and 1 in `causal`, and may
-    read a sequence's last page to its end, which must then be finite. `max_seq_len` only steers how
+    takes over, and `support.py` tells beforehand. "fa4" takes only 0 and 1 in `causal`, and
+    negative numbers with `masks.verifying_spans`. It may read a sequence's last page to its end,
+    which must then be finite. `max_seq_len` only steers how
     the work is split. With `output` None, the new tensor is zero outside the rows of requests.
 
     spans: for each query the first position and the end of the image that its token belongs to,
@@ -59,7 +62,7 @@ def attention(
     _check_options(query, key_cache, softcap, window_rule)
     longest = block_table.shape[1] * key_cache.shape[1]
     longest = longest if max_seq_len is None else min(max_seq_len, longest)
-    run = _find_implementation(impl, query, key_cache, longest)
+    run = _find_implementation(impl, query, key_cache, longest, verifies)
     if output is None:
         output = query.new_zeros(query.shape)
     if isinstance(window_rule, str):
@@ -145,7 +148,7 @@ def _check_options(
 
 
 def _find_implementation(
-    impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int
+    impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int, verifies: bool
 ) -> Callable[..., object]:
     """Returns the function that `impl` names. Raises ValueError if it does not support this case,
     and ImportError if its package is missing."""
@@ -169,7 +172,7 @@ def _find_implementation(
     if impl == "triton":
         from attention_kernels import triton_fwd
 
-        return partial(triton_fwd.attention, max_seq_len=max_seq_len)
+        return partial(triton_fwd.attention, max_seq_len=max_seq_len, verifies=verifies)
     return import_fa4().attention
 
 

@@ -4,7 +4,8 @@ neither per-request flags nor windows.
 A chunk is up to `CHUNK` queries of one request and the pages from the first key that any of them
 sees to the last. The kernel takes it for a sequence, and so skips all other keys. Inside a chunk,
 query row q sees key k iff `low <= k - slope * q <= high`, or the image that the row belongs to
-holds the key.
+holds the key. Rows of a request that verifies see their own key by the former, and all others by
+the latter.
 
 Legend: N requests, T queries in all, C chunks.
 """
@@ -130,6 +131,7 @@ def _cut_kernel(
         is_causal,
         is_symmetric,
         window_left,
+        VERIFIES=True,
     )
     if spans is not None:
         row = tl.arange(0, CHUNK)
@@ -148,7 +150,9 @@ def _cut_kernel(
     if is_causal != 0:
         slope = 1
         high = first_pos - shift
-        if window_left >= 0:
+        if is_causal < 0:
+            low = high
+        elif window_left >= 0:
             low = first_pos - shift - window_left
     elif window_left >= 0:
         if is_symmetric != 0:

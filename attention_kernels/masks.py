@@ -1,17 +1,22 @@
 """The definition of visibility, who may see whom, which every attention version is tested against.
 
 A request's queries are its last `query_len` tokens; the tokens before them are its context. A
-request is either causal (prefill, commit), bidirectional (a canvas being denoised), or causal by
-blocks of B tokens, counted from position 0 (all steps of masked models). Its number in `causal` is
-1, 0 or B: causal is causal by blocks of one token. `window_left` is how many tokens back a query
-sees, not counting itself (a sliding window of W tokens has `window_left = W - 1`); a negative value
-means no window.
+request is either causal (prefill, commit), bidirectional (a canvas being denoised), causal by
+blocks of B tokens, counted from position 0 (all steps of masked models), or verifies a block of B
+tokens. Its number in `causal` is 1, 0, B or -B: causal is causal by blocks of one token.
+`window_left` is how many tokens back a query sees, not counting itself (a sliding window of W
+tokens has `window_left = W - 1`); a negative value means no window.
 
 | request          | rule        | a query at q sees the key at k iff                      |
 |------------------|-------------|---------------------------------------------------------|
 | causal by blocks | any         | q - window_left <= k < (q // B + 1) * B                 |
 | bidirectional    | `reference` | k >= context_len - window_left                          |
 | bidirectional    | `symmetric` | abs(q - k) <= window_left                               |
+| verifies         | no window   | k <= q in its first block; k < q - B or k = q behind it |
+
+A request that verifies has its first query in the block that it verifies, whose rows are causal. A
+second copy of the block may follow, in the places of the next block: each of its rows stands in for
+the row B places before, and sees the keys before that one, and its own.
 
 `reference` is what transformers' DiffusionGemma does: the sliding layers' cache keeps the last
 W - 1 tokens of the prefix, and the canvas attends to all of those and all of itself.
@@ -20,7 +25,7 @@ Whatever the rule, a query whose token belongs to an image also sees all keys of
 after it and those beyond the window too: `spans` has the first key and the end of each query's
 image, (0, 0) for a query of no image. This is what transformers' DiffusionGemma does with a prompt,
 in all layers; Gemma 4 itself keeps the window and leaves its full layers causal. The keys that a
-query sees stay one range, since its own is in both.
+query sees stay one range, since its own is in both. Only rows of a second copy see two.
 
 `reference.py`, the adapter for CPUs (`vllm_dllm/cpu/attention/backend.py`) and the picture of the
 masks call the functions here. Kernels cannot. They restate the rules, and tests check that they
@@ -36,7 +41,8 @@ agree:
   (`cpu/attention/cuts.py`).
 
 FlashAttention-4 does not know blocks of more than one token, but a request that is causal by blocks
-is a causal one whose blocks are images (`block_spans`).
+is a causal one whose blocks are images (`block_spans`). In one that verifies, a row sees its own
+key, and the earlier ones that it sees are its image (`verifying_spans`).
 """
 
 import torch
@@ -46,7 +52,8 @@ def visible(
     query_pos: torch.Tensor,  # int, any shape that broadcasts with key_pos
     key_pos: torch.Tensor,  # int
     context_len: torch.Tensor | int,  # tokens before the request's first query
-    causal: torch.Tensor | int,  # 0 = bidirectional, else tokens of a block; 1 = causal
+    causal: torch.Tensor | int,  # 0 = bidirectional, else tokens of a block; 1 = causal; < 0:
+    # verifies a block of so many tokens
     window_left: int,
     symmetric: torch.Tensor | bool = False,  # True: `symmetric` rule, False: `reference`
     spans: torch.Tensor | None = None,  # int, query_pos' shape and 2; None: no images
@@ -70,7 +77,9 @@ def _visible_as_text(
 ) -> torch.Tensor:
     """Returns the result of `visible` for queries that belong to no image."""
     block = torch.as_tensor(causal, device=query_pos.device).long()
-    causal, seen = block > 0, key_pos < block_end(query_pos, block)
+    verifying = verifying_end(query_pos, context_len, (-block).clamp(min=1))
+    end = torch.where(block < 0, verifying, block_end(query_pos, block))
+    causal, seen = block != 0, (key_pos < end) | (key_pos == query_pos)
     symmetric = torch.as_tensor(symmetric, device=query_pos.device)
     back = query_pos - key_pos
     if window_left < 0:
@@ -83,11 +92,21 @@ def _visible_as_text(
 
 def block_end(
     position: torch.Tensor,  # int
-    block: torch.Tensor,  # int, tokens of a block; 0 counts as 1
+    block: torch.Tensor,  # int, tokens of a block; less than 1 counts as 1
 ) -> torch.Tensor:
     """Returns the position after the last token of the block that holds `position`."""
     block = block.clamp(min=1)
     return (position // block + 1) * block
+
+
+def verifying_end(
+    query_pos: torch.Tensor,  # int
+    context_len: torch.Tensor | int,  # tokens before the request's first query
+    block: torch.Tensor | int,  # tokens of the block that is verified, at least 1
+) -> torch.Tensor:
+    """Returns the end of the keys from 0 on that each query of a verifying request sees."""
+    first_copy = (context_len // block + 1) * block
+    return torch.where(query_pos < first_copy, query_pos + 1, query_pos - block)
 
 
 def block_spans(
@@ -98,6 +117,16 @@ def block_spans(
     blocks. They may end behind the request."""
     first = position // block * block
     return torch.stack((first, first + block), dim=-1).int()
+
+
+def verifying_spans(
+    position: torch.Tensor,  # [T] int, of queries
+    context_len: torch.Tensor,  # [T] int, tokens before the first query of each one's request
+    block: int,  # tokens of the block that is verified
+) -> torch.Tensor:
+    """Returns [T, 2] int32: the `spans` of requests that verify, for FlashAttention-4."""
+    end = verifying_end(position, context_len, block)
+    return torch.stack((torch.zeros_like(end), end), dim=-1).int()
 
 
 def visible_range(
@@ -112,9 +141,9 @@ def visible_range(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the first key that any query of a tile sees, and the end of the keys that they see.
     At least one query sees each key in between, so a kernel that visits only these visits none in
-    vain."""
+    vain, unless the request verifies."""
     block = torch.as_tensor(causal, device=first_query.device).long()
-    causal = block > 0
+    causal = block != 0
     symmetric = torch.as_tensor(symmetric, device=first_query.device)
     context_len = torch.as_tensor(context_len, device=first_query.device)
     end_of_all = torch.as_tensor(seq_len, device=first_query.device)

@@ -23,12 +23,24 @@ def find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def key_range(first_query, last_query, context_len, seq_len, causal, symmetric, window_left):
+def key_range(
+    first_query,
+    last_query,
+    context_len,
+    seq_len,
+    causal,
+    symmetric,
+    window_left,
+    VERIFIES: tl.constexpr,  # `causal` may be negative
+):
     """First key and end of the keys that the queries first..last see: `masks.visible_range`."""
     start = 0
     end = seq_len
     if causal != 0:
-        end = (last_query // causal + 1) * causal
+        block = causal
+        if VERIFIES:
+            block = max(causal, 1)  # a row that verifies sees its own key, the last one
+        end = (last_query // block + 1) * block
         if window_left >= 0:
             start = first_query - window_left
     elif window_left >= 0:

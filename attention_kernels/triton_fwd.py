@@ -46,6 +46,7 @@ def attention(
     max_seq_len: int,
     spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     num_splits: int | None = None,  # None: enough to fill the GPU
+    verifies: bool = False,  # whether `causal` may be negative
 ) -> None:
     """Writes to `output` what `api.attention` describes; that function checks the other arguments.
     Launches on one device must follow one another, because those that split keys share counters.
@@ -87,6 +88,7 @@ def attention(
         scale=scale,
         window_left=window_left,
         softcap=softcap,
+        verifies=verifies,
     )
 
 
@@ -144,6 +146,7 @@ def _launch(
     scale: float,
     window_left: int,
     softcap: float,
+    verifies: bool,
 ) -> None:
     """Launches the kernel, which writes attention's result and the shares' results into
     `outputs`."""
@@ -179,6 +182,7 @@ def _launch(
         SPLITS=cut.num_splits,
         LEAST_SHARE=max(1, MIN_KEYS_PER_SPLIT // tiles.block_n),
         HAS_WINDOW=window_left >= 0,
+        VERIFIES=verifies,
         HAS_SOFTCAP=softcap > 0,
         HAS_KEY_SCALE=scales[0] is not None,
         HAS_VALUE_SCALE=scales[1] is not None,

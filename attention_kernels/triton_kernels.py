@@ -23,12 +23,23 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _visible(
-    query_pos, context_len, seq_len, causal, symmetric, window_left, HAS_WINDOW: tl.constexpr
+    query_pos,
+    context_len,
+    seq_len,
+    causal,
+    symmetric,
+    window_left,
+    HAS_WINDOW: tl.constexpr,
+    VERIFIES: tl.constexpr,
 ):
     """First key and end of the keys that each query [M] sees, by `masks.visible`. Worked out once:
-    in the loop, a mask is then two comparisons."""
+    in the loop, a mask is then two comparisons. With VERIFIES, each query sees its own key, too."""
     block = max(causal, 1)
     end = tl.where(causal != 0, tl.minimum((query_pos // block + 1) * block, seq_len), seq_len)
+    if VERIFIES:
+        verified = max(-causal, 1)  # tokens of the block
+        is_copy = (causal < 0) & (query_pos >= (context_len // verified + 1) * verified)
+        end = tl.where(is_copy, query_pos - verified, end)
     start = tl.zeros_like(query_pos)
     if HAS_WINDOW:
         moves = (causal != 0) | (symmetric != 0)  # the window moves with the query
@@ -143,6 +154,7 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     LEAST_SHARE: tl.constexpr,  # steps of a share of the keys, unless there are fewer
     HAS_WINDOW: tl.constexpr,
+    VERIFIES: tl.constexpr,  # `causal` may be negative
     HAS_SOFTCAP: tl.constexpr,
     HAS_KEY_SCALE: tl.constexpr,
     HAS_VALUE_SCALE: tl.constexpr,
@@ -177,6 +189,7 @@ def _attention_kernel(
         is_symmetric,
         window_left,
         HAS_WINDOW,
+        VERIFIES,
     )
     if spans is not None:
         image_start, image_end = images(spans, row, is_row, seq_len)
@@ -192,6 +205,7 @@ def _attention_kernel(
         is_causal,
         is_symmetric,
         window_left,
+        VERIFIES,
     )
     if spans is not None:
         start, end = with_images(start, end, image_start, image_end)
@@ -259,6 +273,8 @@ def _attention_kernel(
         seen = key_pos[None, :] < seen_end[:, None]
         if HAS_WINDOW:
             seen &= key_pos[None, :] >= seen_from[:, None]
+        if VERIFIES:
+            seen |= key_pos[None, :] == (context_len + step)[:, None]
         scores = tl.where(seen, scores, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))

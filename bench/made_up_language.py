@@ -4,7 +4,8 @@ The language has words of three to nine tokens, each with four words that may fo
 word all is certain, behind it little, as in text. A model is trained as its family is published:
 Nemotron causally and to fill in a block behind causal tokens; the others to fill in a block that
 sees whole blocks, Fast-dLLM v2 from the row before. LLaDA2 also sees wrong tokens, and says what
-belongs in their place, so that its edits have something to go by.
+belongs in their place, so that its edits have something to go by. SDAR and LLaDA2 learn blocks of
+one token, too, which their verified drafts are decoded in.
 """
 
 import random
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from attention_kernels.masks import visible
 from tests.engine.llada2 import LLaDA2
 from tests.engine.masked import Reference, make_checkpoint, published_weights
 from vllm_dllm.config.architectures import FAMILIES
@@ -98,6 +100,8 @@ def loss_of(
     """The mean cross entropy of one block with masks, and of what else the family is trained on, of
     texts [batch, LENGTH]."""
     family = FAMILIES[architecture]
+    if family.allows_blocks_in_flight and rng.random() < 0.5:
+        return loss_of_single_tokens(plain, clean, rng)
     start = rng.randint(2, LENGTH - BLOCK) if family.is_causal else rng.randrange(0, LENGTH, BLOCK)
     end = start + BLOCK
     share = torch.tensor([rng.choice((1.0, rng.random())) for _ in clean])
@@ -110,7 +114,13 @@ def loss_of(
         wrong = ~hidden & (torch.rand(hidden.shape) < WRONG)
         others = torch.randint(TOKENS.start, TOKENS.stop, hidden.shape)
         block, asked = torch.where(wrong, others, block), torch.ones_like(hidden)
-    logits = logits_of(plain, torch.cat((clean[:, :start], block), dim=1), start, family.is_causal)
+    tokens = torch.cat((clean[:, :start], block), dim=1)
+    position = torch.arange(end)
+    if family.is_causal:  # the block's rows see all
+        seen = (position[:, None] >= position) | (position[:, None] >= start)
+    else:
+        seen = position[:, None] // BLOCK >= position // BLOCK
+    logits = logits_of(plain, tokens, seen, position)
     target = torch.where(asked, clean[:, start:end], -100)
     if family.is_shifted:
         rows = logits[:, start : end - 1]
@@ -125,19 +135,39 @@ def loss_of(
     return loss
 
 
-def logits_of(
-    plain: Reference, tokens: torch.Tensor, num_causal: int, is_causal: bool
+def loss_of_single_tokens(
+    plain: Reference, clean: torch.Tensor, rng: random.Random
 ) -> torch.Tensor:
-    """Returns [batch, T, V] of tokens [batch, T]. If `is_causal`, the first `num_causal` are, and
-    the others see all; else each sees whole blocks up to its own."""
+    """The mean cross entropy of one block in blocks of one token: masks in a second copy of it, as
+    where drafts are verified."""
+    start = rng.randrange(0, LENGTH, BLOCK)
+    end = start + BLOCK
+    masks = torch.full((len(clean), BLOCK), plain.mask_id)
+    place = torch.arange(end + BLOCK)
+    by_blocks = place[:start, None] // BLOCK >= place // BLOCK
+    verifying = visible(place[start:, None], place, start, -BLOCK, window_left=-1)
+    position = torch.where(place < end, place, place - BLOCK)
+    tokens, seen = torch.cat((clean[:, :end], masks), dim=1), torch.cat((by_blocks, verifying))
+    logits = logits_of(plain, tokens, seen, position)[:, end:]
+    asked = logits if start > 0 else logits[:, 1:]  # nothing foretells a text's first token
+    return F.cross_entropy(asked.flatten(0, 1), clean[:, end - asked.shape[1] : end].flatten())
+
+
+def logits_of(
+    plain: Reference,
+    tokens: torch.Tensor,  # [batch, T]
+    seen: torch.Tensor,  # [T, T] bool, whether a row sees a key
+    position: torch.Tensor,  # [T]
+) -> torch.Tensor:
+    """Returns [batch, T, V]."""
     batch, length = tokens.shape
-    position = torch.arange(length)
-    if is_causal:
-        seen = (position[:, None] >= position) | (position[:, None] >= num_causal)
-    else:
-        seen = position[:, None] // BLOCK >= position // BLOCK
-    if isinstance(plain.model, LLaDA2):  # takes one sequence; distances alone count in it
+    if isinstance(plain.model, LLaDA2):  # takes one sequence
         apart = torch.block_diag(*[seen] * batch)
-        return plain.model(tokens.flatten(), apart.bool()).unflatten(0, (batch, length))
+        logits = plain.model(tokens.flatten(), apart.bool(), position.repeat(batch))
+        return logits.unflatten(0, (batch, length))
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
-    return plain.model(input_ids=tokens, attention_mask=mask.expand(batch, -1, -1, -1)).logits
+    return plain.model(
+        input_ids=tokens,
+        attention_mask=mask.expand(batch, -1, -1, -1),
+        position_ids=position[None],
+    ).logits

@@ -43,6 +43,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_masked.py::test_log_probabilities_at_the_moment_of_unmasking[Nemotron-warm-False]",
         "engine/test_verified.py::test_decisions[few tokens]",
         "engine/test_blocks_in_flight.py::test_decisions[in turn-SDAR",
+        "engine/test_verified_blocks.py::test_decisions[SDAR]",
         "engine/test_masked_refusals.py::test_refused_servers",
         "engine/test_masked_refusals.py::test_refused_variants",
     ),

@@ -25,9 +25,10 @@ def attend(
     cache: str,
     images: bool = False,
     tiles: Tiles | None = None,
+    verifies: bool = False,
 ) -> Case:
     """`group`: query heads a key head; `cache`: Triton's name of its type; `tiles`: others than the
-    chip's own."""
+    chip's own; `verifies`: for masked models, which have no window."""
     cache_size = 2 if cache == "bf16" else 1
     if tiles is None:
         tiles = Tiles.choose(head_size, group, 2, cache_size, divmod(chip, 10))
@@ -45,7 +46,8 @@ def attend(
         "LAGS": tiles.lags,
         "SPLITS": 4,
         "LEAST_SHARE": MIN_KEYS_PER_SPLIT // tiles.block_n,
-        "HAS_WINDOW": head_size < 512,
+        "HAS_WINDOW": head_size < 512 and not verifies,
+        "VERIFIES": verifies,
         "HAS_SOFTCAP": False,
         "HAS_KEY_SCALE": cache != "bf16",
         "HAS_VALUE_SCALE": cache != "bf16",

@@ -1,4 +1,5 @@
-"""The Triton kernels of attention, sampler and experts, at the shapes of the 26B model."""
+"""The Triton kernels of attention, sampler and experts, at the shapes of the 26B model; of masked
+models, what the 26B model does not run."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,6 +47,9 @@ def _attention(chip: int) -> Iterator[tuple[str, Case]]:
         if chip == 90:
             case = attention.attend(chip, head_size, group, page, "bf16", images=True)
             yield f"attention, {layer}, bf16, images", case
+    if chip == 90:  # layers of Qwen3, in SDAR with blocks of 32
+        case = attention.attend(chip, 128, 4, 32, "bf16", verifies=True)
+        yield "attention, masked layer, bf16, verifies", case
     yield "chunks for FlashAttention-4", attention.cut(page=16)
     yield "chunks for FlashAttention-4, images", attention.cut(page=16, images=True)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ OPTIONS = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 256,
 }
+VERIFIED = {"blocks_in_flight": 2, "defaults": {"diffusion_acceptance": "verified"}}
 MASKED = [
     "SDARForCausalLM",
     "SDARMoeForCausalLM",
@@ -35,11 +37,15 @@ MASKED = [
     ("architecture", "settings"),
     [
         *((name, {}) for name in MASKED),
-        *((name, {"blocks_in_flight": 2}) for name in ("SDARForCausalLM", "LLaDA2MoeModelLM")),
+        *(
+            (name, settings)
+            for name in ("SDARForCausalLM", "LLaDA2MoeModelLM")
+            for settings in ({"blocks_in_flight": 2}, VERIFIED)
+        ),
     ],
 )
 def test_masked(
-    on_host: Callable[..., Report], folder: Path, architecture: str, settings: dict[str, int]
+    on_host: Callable[..., Report], folder: Path, architecture: str, settings: dict[str, Any]
 ) -> None:
     report = on_host(
         IN_PARTS,

@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.key_layernorm = RMSNorm(D, config.rms_norm_eps)
         self.dense = nn.Linear(heads * D, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         config = self.config
         heads, kv_heads, D = (
             config.num_attention_heads,
@@ -102,17 +102,18 @@ class Attention(nn.Module):
         )
         qkv = self.query_key_value(x).view(len(x), -1, D).transpose(0, 1)  # [heads, T, D]
         query, key, value = qkv.split((heads, kv_heads, kv_heads))
-        query, key = self.rotate(self.query_layernorm(query)), self.rotate(self.key_layernorm(key))
+        query = self.rotate(self.query_layernorm(query), position)
+        key = self.rotate(self.key_layernorm(key), position)
         key, value = (t.repeat_interleave(heads // kv_heads, dim=0) for t in (key, value))
         scores = query @ key.transpose(1, 2) * D**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return self.dense((weights @ value).transpose(0, 1).flatten(1))
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Rotates the first part of each head."""
         size = int(self.config.head_dim * self.config.partial_rotary_factor)
         frequency = self.config.rope_theta ** -(torch.arange(0, size, 2) / size)
-        angle = torch.arange(x.shape[1])[:, None] * frequency
+        angle = position[:, None] * frequency
         first, second, rest = x.split((size // 2, size // 2, x.shape[-1] - size), dim=-1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
@@ -127,8 +128,8 @@ class Layer(nn.Module):
         is_dense = index < config.first_k_dense_replace
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
 
-    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.input_layernorm(x), seen)
+    def forward(self, x: torch.Tensor, seen: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.input_layernorm(x), seen, position)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -146,9 +147,14 @@ class LLaDA2(nn.Module):
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of the tokens [T], of which row q sees key k where seen [T, T] is true."""
+    def forward(
+        self, tokens: torch.Tensor, seen: torch.Tensor, position: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [T, V] of the tokens [T], of which row q sees key k where seen [T, T] is true.
+        `position` [T]: None: as they come."""
+        if position is None:
+            position = torch.arange(len(tokens))
         x = self.model["word_embeddings"](tokens)
         for layer in self.model["layers"]:
-            x = layer(x, seen)
+            x = layer(x, seen, position)
         return self.lm_head(self.model["norm"](x))

@@ -191,6 +191,9 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+VERIFIED = "SDAR, some verified"  # on a server with room for two blocks
+
+
 def mixed_params(family: str) -> list[SamplingParams]:
     """Every kind of request, each with a length and a rule of its own."""
     rules = list(RULES.values())
@@ -209,7 +212,7 @@ def mixed_params(family: str) -> list[SamplingParams]:
                 params.extra_args = {"diffusion_mode": mode}
                 # Of few tokens some drafts stand.
                 params.allowed_token_ids = [5, 95, 180, 275, 365, 455]
-    if family == "Fast-dLLM":
+    if family in ("Fast-dLLM", VERIFIED):
         for params in mixed[1::3]:
             params.extra_args = {"diffusion_acceptance": "verified"}
             params.allowed_token_ids = [5, 95, 180, 275, 365, 455]

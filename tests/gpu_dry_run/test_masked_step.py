@@ -21,6 +21,7 @@ from vllm_dllm.step.runner import model_state
 V = 1_000
 NEMOTRON = "NemotronLabsDiffusionModel"
 FAST_DLLM = "Fast_dLLM_QwenForCausalLM"
+SDAR = "SDARForCausalLM"
 MODES = ("diffusion", "self_speculation", "autoregressive")
 RULES = ("confidence", "verified")
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -51,6 +52,8 @@ class Server:
         state.vllm_config, state.device = config(vocab_size=V, architecture=architecture), CUDA
         spans = torch.zeros(4096, 2, dtype=torch.int32, device=CUDA)
         state._block_spans = spans if runs_fa4 else None  # of those whose blocks see themselves
+        if architecture == SDAR:  # a block and its copy are a canvas
+            state.vllm_config.additional_config = {"vllm_dllm": {"blocks_in_flight": 2}}
         state.model_config = state.vllm_config.model_config
         state.model = Model(torch.empty(V, H, device=CUDA))
         state.model.streams_vocabulary = False
@@ -88,7 +91,7 @@ class Server:
     ("architecture", "modes", "runs_fa4"),
     [
         *((NEMOTRON, modes, False) for modes in (*((mode,) for mode in MODES), MODES)),
-        *((FAST_DLLM, RULES, runs_fa4) for runs_fa4 in (False, True)),
+        *((name, RULES, runs_fa4) for name in (FAST_DLLM, SDAR) for runs_fa4 in (False, True)),
     ],
 )
 def test_nobody_waits(

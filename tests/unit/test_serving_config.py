@@ -108,6 +108,17 @@ def test_a_canvas_is_the_blocks_in_flight(
     assert (found.block_length, found.blocks_in_flight) == (length, 3)
 
 
+def test_a_default_of_verified_drafts_needs_room_for_two_blocks() -> None:
+    plugin.register()
+    settings = {"defaults": {"diffusion_acceptance": "verified"}}
+    with pytest.raises(ValueError, match="'verified' needs room for two blocks in a canvas"):
+        EngineArgs(
+            str(CHECKPOINTS / "sdar-tiny"),
+            enforce_eager=True,
+            additional_config={"vllm_dllm": settings},
+        ).create_engine_config()
+
+
 def test_a_default_of_more_blocks_in_flight_than_there_are() -> None:
     plugin.register()
     settings = {"blocks_in_flight": 2, "defaults": {"diffusion_blocks_in_flight": 3}}

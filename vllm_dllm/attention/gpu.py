@@ -30,6 +30,7 @@ from vllm_dllm.attention.choice import Choice, LayerKind, Times, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.compat.attention import kv_cache_scales
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.measured import folder
 
 logger = init_logger(__name__)
@@ -55,7 +56,7 @@ class GpuCanvasMetadata:
     block_table: torch.Tensor  # [N, max_blocks] int32
     slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
-    by_blocks: bool  # whether `causal` may hold numbers above 1
+    by_blocks: bool  # whether `causal` may hold numbers above 1, or negative ones without `spans`
     symmetric: torch.Tensor  # [N] int32
     spans: torch.Tensor | None = None  # [T, 2] int32
     chunks: dict[int, Any] = field(default_factory=dict)  # by window, passed on between layers
@@ -108,6 +109,10 @@ class GpuCanvasImpl(TritonAttentionImpl):
         self.kind = LayerKind(
             self.head_size, self.num_heads, has_window=self.sliding_window[0] >= 0
         )
+        config = get_current_vllm_config_or_none()
+        masked = None if config is None else MaskedConfig.if_masked(config)
+        # Whether requests may verify drafts in a second copy of their block.
+        self.verifies = masked is not None and masked.verifies_copies
         self.choose_version()
 
     def choose_version(self) -> None:
@@ -162,6 +167,7 @@ class GpuCanvasImpl(TritonAttentionImpl):
             key_scale=key_scale,
             value_scale=value_scale,
             max_seq_len=attn_metadata.max_seq_len,
+            verifies=self.verifies,
             **options,
         )
         return output

@@ -15,6 +15,7 @@ from vllm_dllm.canvases.hub import CanvasHub
 from vllm_dllm.canvases.middleware import CanvasStreams, TokenTexts
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.architectures import FAMILIES, takes_acceptance
+from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import ACCEPTANCE_RULES
 
 logger = init_logger(__name__)
@@ -82,11 +83,15 @@ class CanvasEndpoints:
             return
         self._source = CanvasHub(folder), make_token_texts(engine_client.get_tokenizer())
         config: ModelConfig = engine_client.model_config
+        additional = engine_client.vllm_config.additional_config
+        blocks = ExtensionConfig.from_additional_config(additional).blocks_in_flight
         family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)
         is_shipped = config.get_vocab_size() < _SMALL_VOCABULARY
         self._about = {
             "examples": EXAMPLES_OF_SHIPPED if is_shipped else EXAMPLES,
-            "acceptance": [rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule)],
+            "acceptance": [
+                rule for rule in ACCEPTANCE_RULES if takes_acceptance(family, rule, blocks)
+            ],
         }
         logger.info(
             "Canvases can be watched on %s, and with diffusion_stream_canvases in requests.",

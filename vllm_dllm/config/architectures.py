@@ -116,11 +116,14 @@ def family_of(architecture: str, hf_config: Any) -> Family | None:
     return family
 
 
-def takes_acceptance(family: Family | None, rule: str) -> bool:
-    """Returns whether models of `family` take the value `rule` of `diffusion_acceptance`. `family`
-    None: a model whose canvases begin as noise."""
-    if rule == "verified":
-        return family is not None and family.is_shifted
+def takes_acceptance(family: Family | None, rule: str, blocks_in_flight: int = 2) -> bool:
+    """Returns whether models of `family` take the value `rule` of `diffusion_acceptance` on a
+    server with `blocks_in_flight`. `family` None: a model whose canvases begin as noise."""
+    if rule == "verified":  # where rows have their own logits, with room for a copy of the block
+        has_room = blocks_in_flight > 1
+        return family is not None and (
+            family.is_shifted or (family.allows_blocks_in_flight and has_room)
+        )
     return family is not None or rule != "in_order"
 
 

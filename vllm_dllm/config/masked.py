@@ -6,7 +6,13 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_dllm.config.architectures import FAMILIES, Family, edit_token_ids, family_of
+from vllm_dllm.config.architectures import (
+    FAMILIES,
+    Family,
+    edit_token_ids,
+    family_of,
+    takes_acceptance,
+)
 from vllm_dllm.config.extension import ExtensionConfig
 
 logger = init_logger(__name__)
@@ -26,6 +32,12 @@ class MaskedConfig:
     """The model's family. Its threshold applies if neither request nor server sets one."""
     edit_tokens: tuple[int, int] | None = None
     """Ids of the tokens that delete and insert. None: the family does not move tokens."""
+
+    @property
+    def verifies_copies(self) -> bool:
+        """Whether requests may have their drafts verified in a second copy of the block, for which
+        a canvas of several blocks has room (`step.masked.copied_step`)."""
+        return self.family.allows_blocks_in_flight and self.blocks_in_flight > 1
 
     @classmethod
     def if_masked(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
@@ -126,4 +138,15 @@ def check_asked_blocks(asked: int | None, served: int) -> None:
         raise ValueError(
             f"diffusion_blocks_in_flight must be at most {served}, the server's "
             f"blocks_in_flight, got {asked}. Lower it or leave it out."
+        )
+
+
+def check_verified(acceptance: str | None, family: Family | None, blocks_in_flight: int) -> None:
+    """Raises ValueError if `acceptance` asks for verified drafts and the server's canvas has no
+    room for the second copy of a block that `family`, which takes them, needs."""
+    if acceptance == "verified" and not takes_acceptance(family, acceptance, blocks_in_flight):
+        raise ValueError(
+            "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
+            "server has room for one: start it with --additional-config "
+            '\'{"vllm_dllm": {"blocks_in_flight": 2}}\', or choose another rule.'
         )

@@ -14,7 +14,7 @@ from vllm_dllm.compat.admission import KEYS_OF_VLLM
 from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
-from vllm_dllm.config.masked import check_asked_blocks
+from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_first_token,
@@ -118,6 +118,8 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
             served.config.model_config.max_model_len,
             is_constrained=options.constrained,
         )
+        if options.acceptance == "verified":  # drafts would have to be legal
+            options = replace(options, acceptance="confidence")
     if options.mode == "autoregressive":
         options = replace(options, canvas_length=1)  # the token that is known
     if isinstance(options.prediction, str):
@@ -190,6 +192,7 @@ def _check_canvas(options: RequestOptions, served: ServedModel, params: Sampling
             f"{reprlib.repr(outside)} in it."
         )
     check_asked_blocks(options.blocks_in_flight, served.blocks_in_flight)
+    check_verified(options.acceptance, served.family, served.blocks_in_flight)
     if options.constrained and not params.logprob_token_ids:
         raise ValueError(
             "diffusion_constrained needs logprob_token_ids, which are what it chooses among, got "

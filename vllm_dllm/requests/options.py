@@ -143,8 +143,7 @@ class RequestOptions:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every token is the one that the model would choose autoregressively
-        (`step.masked.verified_step`)."""
+        """Whether every token is chosen autoregressively (`step.masked.verified_step`)."""
         return self.mode != "diffusion"
 
     @property
@@ -154,8 +153,7 @@ class RequestOptions:
         return bool(self.prediction if self.judge_answer_only is None else self.judge_answer_only)
 
     def narrowing(self, max_tokens: int | None, canvas_length: int) -> dict[str, Any]:
-        """Returns fields to replace so that canvases are no wider than `max_tokens` need. Returns
-        {} for a request that chooses its own width or canvas."""
+        """Returns fields that narrow canvases to `max_tokens`; {} if the request has its own."""
         if max_tokens is None or self.read_only or self.canvas_length or self.seed_canvas:
             return {}
         width = narrowed_width(max_tokens)
@@ -289,6 +287,11 @@ def is_read_only(params: SamplingParams | None) -> bool:
 def fits_canvases(params: SamplingParams | None) -> bool:
     """Returns `RequestOptions.fits_canvases` of a request; False if it was not admitted."""
     return (_stored_fields(params) or {}).get("fits_canvases", False)
+
+
+def verifies_drafts(params: SamplingParams | None) -> bool:
+    """Returns whether a request's acceptance is "verified"; False if it was not admitted."""
+    return (_stored_fields(params) or {}).get("acceptance") == "verified"
 
 
 def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:

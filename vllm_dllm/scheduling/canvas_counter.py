@@ -117,7 +117,7 @@ class CountedScheduling(SchedulerHooks):
             return
         traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
         self.counter = CanvasCounter(
-            family.canvas_width,
+            family.tokens_of_canvas,
             BlockSpans() if traces else None,
             joins_canvases=family.joins_canvases and not family.is_seeded,
         )

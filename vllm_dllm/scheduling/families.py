@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.scheduler import stock_canvas_width
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.requests.options import fits_canvases, narrowed_width
+from vllm_dllm.requests.options import fits_canvases, narrowed_width, verifies_drafts
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
@@ -35,7 +35,11 @@ class CanvasFamily(ABC):
     @abstractmethod
     def canvas_width(self, request: Request) -> int:
         """Returns how many tokens the current canvas of `request` has, or the next one if a block
-        just ended."""
+        just ended. Includes rows behind it that are part of no block."""
+
+    def tokens_of_canvas(self, request: Request) -> int:
+        """Returns how many tokens of an answer that canvas has. In this class, all of them are."""
+        return self.canvas_width(request)
 
     def num_recomputed(self, num_known: int) -> int:
         """Returns how many of the `num_known` known tokens each step computes anew until their
@@ -94,6 +98,7 @@ class MaskedCanvases(CanvasFamily):
     def __init__(self, vllm_config: VllmConfig, canvas_length: int, masked: MaskedConfig) -> None:
         super().__init__(vllm_config, canvas_length)
         self.vllm_config, self.masked = vllm_config, masked
+        self.max_model_len = int(vllm_config.model_config.max_model_len)
         self.is_seeded = masked.family.is_seeded
 
     def check_server(self, block_size: int) -> None:
@@ -124,16 +129,36 @@ class CausalBlocks(MaskedCanvases):
 
 class AlignedBlocks(MaskedCanvases):
     """Canvases of models whose tokens see their whole block. Blocks are counted from the request's
-    first token, so the first canvas may share its block with the prompt."""
+    first token, so the first canvas may share its block with the prompt.
+
+    If drafts are verified in a second copy of the block, a canvas is one block, and the places of
+    the next one follow it for the copy (`step.masked.copied_step`). Where the context has no room
+    for these, the canvas goes without.
+    """
 
     def canvas_width(self, request: Request) -> int:
-        return self.canvas_length - int(request.num_tokens) % self.canvas_length
+        unit, width = self._unit(request), self.tokens_of_canvas(request)
+        if self._has_copies(request) and request.num_tokens + width + unit <= self.max_model_len:
+            width += unit
+        return width
+
+    def tokens_of_canvas(self, request: Request) -> int:
+        unit = self._unit(request)
+        return unit - int(request.num_tokens) % unit
 
     def num_recomputed(self, num_known: int) -> int:
         return num_known % self.masked.block_length
 
     def is_partial_block(self, request: Request) -> bool:
-        return self.canvas_width(request) < self.canvas_length
+        return int(request.num_tokens) % self._unit(request) != 0
+
+    def _has_copies(self, request: Request) -> bool:
+        """Returns whether drafts of `request` are verified in a second copy of the block."""
+        return self.masked.verifies_copies and verifies_drafts(request.sampling_params)
+
+    def _unit(self, request: Request) -> int:
+        """Returns at multiples of how many tokens canvases of `request` end."""
+        return self.masked.block_length if self._has_copies(request) else self.canvas_length
 
     def placeholders_after_block(self, request: Request, joins_commits: bool) -> list[int]:
         # The first canvas may have been narrower.

@@ -20,7 +20,7 @@ from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
-from vllm_dllm.config.masked import MaskedConfig, check_asked_blocks
+from vllm_dllm.config.masked import MaskedConfig, check_asked_blocks, check_verified
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.measured import folder
 from vllm_dllm.quantization import modelopt
@@ -178,10 +178,10 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     """Checks and sets in `vllm_config`, in place, what every diffusion model needs. Call it after
     the model's own adjustments. Raises ValueError for settings or files that cannot be used."""
     model_config = vllm_config.model_config
-    defaults = server_defaults(
-        extension.defaults, family_of(model_config.architecture, model_config.hf_config)
-    )
+    family = family_of(model_config.architecture, model_config.hf_config)
+    defaults = server_defaults(extension.defaults, family)
     check_asked_blocks(defaults.get("blocks_in_flight"), extension.blocks_in_flight)
+    check_verified(defaults.get("acceptance"), family, extension.blocks_in_flight)
     offer_tiles(vllm_config, extension)
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))

@@ -21,7 +21,7 @@ class CanvasBatch:
     """n requests with a canvas. Its rows are their canvas positions, one canvas after another.
 
     A canvas has fewer than C rows if its request asked for a shorter one or `max_model_len` cuts it
-    off.
+    off. Rows that are part of no canvas may follow it (`step.masked.copied_step`).
     """
 
     canvas_length: int  # C
@@ -37,6 +37,7 @@ class CanvasBatch:
     slot_index: Index  # of `slots`
     cells: torch.Tensor | None  # [rows] int64, row -> request * C + position; None: all are full
     tokens: torch.Tensor | None  # [rows] int64, row -> token of the batch; None: rows = tokens
+    behind: torch.Tensor | None = None  # [n] int64, the request's rows behind its canvas; None: 0
 
     @classmethod
     def build(
@@ -54,12 +55,14 @@ class CanvasBatch:
         lengths: np.ndarray,  # [num_reqs] int, number of each request's last rows that are chosen
         canvas_length: int,
         device: torch.device,
+        behind: np.ndarray | None = None,  # [num_reqs] int, of these rows; None: 0
     ) -> "CanvasBatch":
-        """Builds a batch of the last `lengths[i]` rows of each request i. Requests with length 0
-        are left out."""
+        """Builds a batch of the last `lengths[i]` rows of each request i, or of those before the
+        last `behind[i]`. Requests with length 0 are left out."""
         num_reqs = input_batch.num_reqs
         return cls._build(
             lengths.astype(np.int64).tobytes(),
+            b"" if behind is None else behind.astype(np.int64).tobytes(),
             input_batch.query_start_loc_np[: num_reqs + 1].astype(np.int64).tobytes(),
             input_batch.idx_mapping_np[:num_reqs].astype(np.int64).tobytes(),
             canvas_length,
@@ -71,6 +74,7 @@ class CanvasBatch:
     def _build(
         cls,
         lengths_of_all: bytes,
+        behind_of_all: bytes,
         query_start_loc: bytes,
         idx_mapping: bytes,
         canvas_length: int,
@@ -90,8 +94,11 @@ class CanvasBatch:
         cells = tokens = None
         if (lengths != canvas_length).any():
             cells = np.repeat(np.arange(len(requests)) * canvas_length, lengths) + positions
-        # A canvas is the end of its request's rows; what is prefilled may precede it.
-        first_tokens = bounds[requests + 1] - lengths
+        # What is prefilled may precede a canvas.
+        first_tokens, behind = bounds[requests + 1] - lengths, None
+        if behind_of_all:
+            behind = np.frombuffer(behind_of_all, dtype=np.int64)[requests]
+            first_tokens -= behind
         if len(positions) != bounds[-1]:
             tokens = np.repeat(first_tokens, lengths) + positions
 
@@ -113,6 +120,7 @@ class CanvasBatch:
             slot_index=index_of(slots, of_requests[1]),
             cells=None if cells is None else to_device(cells),
             tokens=None if tokens is None else to_device(tokens),
+            behind=None if behind is None else to_device(behind),
         )
 
     @classmethod

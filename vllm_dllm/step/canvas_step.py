@@ -194,6 +194,8 @@ class CanvasStep(ABC):
         slots, idx = self.slots, batch.slot_index
         numbers = slots.read_numbers(idx)
         block_ends = input_batch.seq_lens[batch.request_index]
+        if batch.behind is not None:
+            block_ends = block_ends - batch.behind
         starts = block_ends - batch.lengths
         num_stops = slots.num_stops[batch.slots_np].max()
         cut = self._cut_canvases(batch, numbers, starts, input_batch)

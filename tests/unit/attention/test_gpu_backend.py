@@ -22,6 +22,7 @@ from attention_kernels.fa4 import import_fa4
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.triton_version import interpreted_without_gpu
 from tests.unit.attention.metadata import common_metadata
+from tests.unit.step import worker
 from vllm_dllm import plugin
 from vllm_dllm.attention import WindowRules, gpu_backend, use_window_rules
 from vllm_dllm.attention.choice import Choice
@@ -88,6 +89,20 @@ def test_engine_layout(requests: list[Request]) -> None:
     batch = random_batch(torch.float32, requests)
     output = attend(batch, engine_layout(batch))
     allowed(batch, scale=0.3, window_left=WINDOW - 1).check(output)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_verified_blocks(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+    """On a server whose canvases have room for a second copy of a block, and on no other."""
+    batch = random_batch(torch.float32, [*REQUESTS, Request(16, 24, causal=-8)])
+    server = worker.config(architecture="SDARForCausalLM", settings={"blocks_in_flight": in_flight})
+    monkeypatch.setattr(vllm_dllm.attention.gpu, "get_current_vllm_config_or_none", lambda: server)
+    output = attend(batch, engine_layout(batch), window=None)
+    right, copies = allowed(batch, scale=0.3), slice(len(output) - 8, None)
+    right.check(output, slice(None) if in_flight == 2 else slice(copies.start))
+    if in_flight == 1:
+        with pytest.raises(AssertionError):
+            right.check(output, copies)
 
 
 def test_fp8_cache() -> None:

@@ -39,6 +39,17 @@ MIXES = {
         Request(30, 40, causal=True, images=((25, 50), (52, 70))),  # its first rows are cached
     ],
 }
+VERIFIED = [  # blocks with their second copies, beside other requests; without windows
+    Request(8, 36, causal=-4),
+    Request(7, 37, causal=-4),  # the cache holds the block's first token
+    Request(64, 96, causal=-32),
+    Request(40, 0, causal=-32),  # the copy is cut short
+    Request(3, 32, causal=-4),  # so is the block: it has no copy
+    Request(0, 12, causal=-4),
+    Request(13, 21, causal=4),
+    Request(9, 130, causal=True),
+    Request(6, 70),
+]
 
 
 def small_batch(requests: list[Request] = MIXES["mixed"], **options: Any) -> PagedBatch:

@@ -3,6 +3,8 @@
 The kernel that cuts runs in Triton's interpreter where there is no GPU.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 
 from attention_kernels import chunks as chunks_module
 from attention_kernels.chunks import Chunks
-from attention_kernels.masks import visible, visible_range
+from attention_kernels.masks import verifying_spans, visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed
+from tests.unit.attention_kernels.batches import VERIFIED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
@@ -99,6 +102,26 @@ def test_attention_by_chunks(
     batch = small_batch(requests, block_size)
     output = attend(batch, cut(batch, window_left), 0.3)
     allowed(batch, scale=0.3, window_left=window_left).check(output)
+
+
+def verifying(requests: list[Request]) -> PagedBatch:
+    """A batch of requests that verify, with the spans that FlashAttention-4 wants."""
+    batch = small_batch(requests)
+    spans = [
+        verifying_spans(
+            torch.arange(request.context_len, request.context_len + request.query_len),
+            torch.tensor(request.context_len),
+            -request.causal,
+        )
+        for request in requests
+    ]
+    return replace(batch, spans=torch.cat(spans))
+
+
+def test_verified_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+    batch = verifying([request for request in VERIFIED if request.causal < 0])
+    allowed(batch, scale=0.3).check(attend(batch, cut(batch, -1), 0.3))
 
 
 def test_many_requests_and_the_padding_of_a_graph() -> None:

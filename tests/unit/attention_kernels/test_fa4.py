@@ -16,7 +16,7 @@ from attention_kernels.masks import block_spans, visible
 from attention_kernels.testing import PagedBatch, Request, with_gaps
 from tests.paths import ROOT
 from tests.processes import output_of
-from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES, cut
+from tests.unit.attention_kernels.test_chunks import MIXED, WITH_IMAGES, cut, verifying
 
 SCRIPT = Path(__file__).parent / "compile_fa4.py"
 TENSOR_CORES = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -116,6 +116,26 @@ def test_mask_function_of_blocks(monkeypatch: pytest.MonkeyPatch, block: int) ->
         assert torch.equal(table[chunk, :num_rows, :num_keys], expected)
         checked += num_rows
     assert checked == len(batch.query)
+
+
+@pytest.mark.slow
+@pytest.mark.fa4
+@pytest.mark.usefixtures("triton_version")
+def test_mask_function_of_verified_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows see their own key, and images that are the keys before."""
+    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+    request = Request(30, 33, causal=-16)
+    chunks = cut(verifying([request]), window_left=-1)
+    table = truth_table(chunks, 16, int(chunks.seq_lens.max()))
+    rows = 0
+    for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
+        num_rows = int(chunks.query_start_loc[chunk + 1]) - row
+        num_keys = int(chunks.seq_lens[chunk])
+        position = request.context_len + row + torch.arange(num_rows)[:, None]
+        expected = visible(position, torch.arange(num_keys), 33, -16, window_left=-1)
+        assert torch.equal(table[chunk, :num_rows, :num_keys], expected)
+        rows += num_rows
+    assert rows == request.query_len
 
 
 @pytest.mark.fa4

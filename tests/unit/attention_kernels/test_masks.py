@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention_kernels.masks import block_spans, visible
+from attention_kernels.masks import block_spans, verifying_spans, visible
 
 
 def rows(mask: torch.Tensor) -> list[str]:
@@ -41,6 +41,22 @@ def test_blocks_are_images_of_causal_requests(block: int) -> None:
     spans = block_spans(query_pos[:, 0], block)[:, None]
     by_blocks = visible(query_pos, key_pos, 5, block, window_left=-1)
     assert torch.equal(visible(query_pos, key_pos, 5, 1, window_left=-1, spans=spans), by_blocks)
+
+
+def test_verified_blocks_by_hand() -> None:
+    """A block of three, of which the cache holds the first token, and its copy."""
+    query_pos, key_pos = grid(context=4, queries=5)
+    seen = visible(query_pos, key_pos, 4, causal=-3, window_left=-1)
+    assert rows(seen) == ["xxxxx....", "xxxxxx...", "xxx...x..", "xxxx...x.", "xxxxx...x"]
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 32])
+def test_verified_blocks_are_images_of_rows_that_see_themselves(block: int) -> None:
+    """How FlashAttention-4 is told of them."""
+    query_pos, key_pos = grid(context=5, queries=60)
+    spans = verifying_spans(query_pos[:, 0], torch.tensor(5), block)[:, None]
+    own = visible(query_pos, key_pos, 5, True, window_left=0, spans=spans)
+    assert torch.equal(own, visible(query_pos, key_pos, 5, -block, window_left=-1))
 
 
 def test_images_by_hand() -> None:

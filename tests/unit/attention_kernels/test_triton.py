@@ -18,7 +18,7 @@ from attention_kernels.api import FP8, attention
 from attention_kernels.masks import visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed
 from attention_kernels.tiling import key_range
-from tests.unit.attention_kernels.batches import MIXES, small_batch
+from tests.unit.attention_kernels.batches import MIXES, VERIFIED, small_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("triton_version")]
@@ -69,6 +69,32 @@ def test_visibility(mix: str, window_left: int, block_size: int) -> None:
         output = attention(**probe.arguments(), scale=1.0, window_left=window_left).cpu()
         expected = seen_by_definition(batch, window_left, first_key)
         assert torch.equal(output > 0, expected[:, None].expand_as(output))
+
+
+@pytest.mark.parametrize(("num_splits", "block_size"), [(1, 64), (2, 16)])
+def test_verified_blocks(
+    triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, num_splits: int, block_size: int
+) -> None:
+    """Who sees whom, and numbers. No other request is served otherwise by this kernel."""
+    monkeypatch.setattr(triton_version, "_choose_splits", lambda *_: num_splits)
+    long = [Request(64, 544, causal=-32)] * (num_splits > 1)
+    batch = small_batch([*VERIFIED, *long], block_size=block_size)
+    for first_key in range(0, int(batch.seq_lens.max()), 32):
+        probe = batch.probe(first_key).to(DEVICE)
+        output = attention(**probe.arguments(), scale=1.0, verifies=True).cpu()
+        expected = seen_by_definition(batch, -1, first_key)
+        assert torch.equal(output > 0, expected[:, None].expand_as(output))
+    output = attention(**batch.to(DEVICE).arguments(), scale=0.3, verifies=True).cpu()
+    allowed(batch, scale=0.3).check(output)
+
+
+@pytest.mark.parametrize(("mix", "window_left"), [("mixed", 15), ("images", 0)])
+def test_the_kernel_of_verified_blocks_knows_windows_and_images(mix: str, window_left: int) -> None:
+    batch = small_batch(MIXES[mix])
+    options = {"scale": 0.3, "window_left": window_left}
+    arguments = batch.to(DEVICE).arguments()
+    expected = attention(**arguments, **options)
+    assert torch.equal(attention(**arguments, **options, verifies=True), expected)
 
 
 SHAPES = {  # requests, heads, key heads, head size, page

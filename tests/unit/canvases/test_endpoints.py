@@ -56,6 +56,7 @@ def application(
     is_diffusion: bool = True,
     architecture: str = "SDARForCausalLM",
     vocab_size: int = 512,
+    settings: dict[str, Any] | None = None,
 ) -> TestClient:
     """With the middleware that vLLM puts around a plugin's, and a route that shows what it got."""
     app = FastAPI()
@@ -75,7 +76,8 @@ def application(
         architectures=[architecture],
         get_vocab_size=lambda: vocab_size,
     )
-    engine = SimpleNamespace(model_config=model_config, get_tokenizer=Tokenizer)
+    config = SimpleNamespace(additional_config={"vllm_dllm": settings or {}})
+    engine = SimpleNamespace(model_config=model_config, vllm_config=config, get_tokenizer=Tokenizer)
     asyncio.run(plugin.init_state(engine, app.state, args))
     return TestClient(app)
 
@@ -131,21 +133,24 @@ def test_the_start_page_links_to_what_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "vocab_size", "examples", "special_rules"),
+    ("architecture", "vocab_size", "in_flight", "examples", "special_rules"),
     [
-        ("SDARForCausalLM", 512, EXAMPLES_OF_SHIPPED, {"in_order"}),
-        ("Fast_dLLM_QwenForCausalLM", 151_936, EXAMPLES, {"in_order", "verified"}),
-        ("DiffusionGemmaForBlockDiffusion", 262_144, EXAMPLES, set()),
+        ("SDARForCausalLM", 512, 1, EXAMPLES_OF_SHIPPED, {"in_order"}),
+        ("SDARForCausalLM", 512, 2, EXAMPLES_OF_SHIPPED, {"in_order", "verified"}),
+        ("Fast_dLLM_QwenForCausalLM", 151_936, 1, EXAMPLES, {"in_order", "verified"}),
+        ("DiffusionGemmaForBlockDiffusion", 262_144, 1, EXAMPLES, set()),
     ],
 )
 def test_the_page_offers_what_the_model_can_do(
     folder: Path,
     architecture: str,
     vocab_size: int,
+    in_flight: int,
     examples: tuple[str, ...],
     special_rules: set[str],
 ) -> None:
-    with application(architecture=architecture, vocab_size=vocab_size) as client:
+    settings = {"blocks_in_flight": in_flight}
+    with application(architecture=architecture, vocab_size=vocab_size, settings=settings) as client:
         told = client.get("/canvas/about.json").json()
     assert told["examples"] == list(examples)
     assert set(told["acceptance"]) & {"in_order", "verified"} == special_rules

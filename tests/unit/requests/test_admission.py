@@ -353,18 +353,28 @@ def test_a_target_has_no_options() -> None:
             admit_target(params, lambda params, request=request: request)
 
 
-def test_verified_drafts_are_fast_dllms() -> None:
-    """Which takes no other key about steps with them."""
+FAST_DLLM = FAMILIES["Fast_dLLM_QwenForCausalLM"]
+
+
+def test_verified_drafts() -> None:
+    """They come with no other key about steps."""
     key = "diffusion_acceptance"
-    for family in (None, SDAR, NEMOTRON):
+    for family in (None, NEMOTRON, LLADA22):
         assert "'verified' is not for this model. Choose" in str(
-            refusal({key: "verified"}, served(family=family))
+            refusal({key: "verified"}, served(family=family, blocks_in_flight=2))
         )
-    to = served(family=FAMILIES["Fast_dLLM_QwenForCausalLM"])
-    for other in ("max_steps", "accept_probability", "edit_steps"):
-        error = refusal({key: "verified", f"diffusion_{other}": 1}, to)
-        assert str(error).startswith(f"diffusion_{other} is not for {key} 'verified'")
-    assert options({key: "verified", "diffusion_logprobs": "unmask"}, to, logprobs=1)
+    for to in (served(family=FAST_DLLM), served(family=SDAR, blocks_in_flight=2)):
+        for other in ("max_steps", "accept_probability", "edit_steps"):
+            error = refusal({key: "verified", f"diffusion_{other}": 1}, to)
+            assert str(error).startswith(f"diffusion_{other} is not for {key} 'verified'")
+        assert options({key: "verified", "diffusion_logprobs": "unmask"}, to, logprobs=1)
+
+
+def test_verified_drafts_of_own_positions_need_a_canvas_of_two_blocks() -> None:
+    to = served(family=SDAR, blocks_in_flight=1)
+    error = refusal({"diffusion_acceptance": "verified"}, to)
+    assert "needs room for two blocks in a canvas, and this server has room for one" in str(error)
+    assert error.parameter == "diffusion_acceptance"
 
 
 def test_a_request_gets_no_more_blocks_in_flight_than_the_server_has() -> None:

@@ -9,7 +9,11 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_dllm.attention import takes_window_rules
-from vllm_dllm.step.masked.masked_state import MaskedModelState, ShiftedModelState
+from vllm_dllm.step.masked.masked_state import (
+    DraftingModelState,
+    MaskedModelState,
+    ShiftedModelState,
+)
 from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
@@ -120,7 +124,7 @@ def test_drafts_are_verified_causally(state: DiffusionModelState, runs_fa4: bool
     """Of two requests, the first verifies: its rows see no later ones."""
     shifted = ShiftedModelState.__new__(ShiftedModelState)
     vars(shifted).update(vars(state))
-    shifted.step.block_length = C
+    shifted.step.block_length, shifted.step.verifying_causal = C, 1
     shifted.step.may_verify = lambda batch: True
     shifted.step.verifies = lambda slots: torch.tensor([True, False])
     buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
@@ -130,6 +134,24 @@ def test_drafts_are_verified_causally(state: DiffusionModelState, runs_fa4: bool
     if runs_fa4:
         own = [[i, i + 1] for i in range(16, 16 + C)]
         assert metadata["window_rules"].spans.tolist() == own + [[24, 28]] * 2 + [[28, 32]] * 2
+
+
+@pytest.mark.parametrize("runs_fa4", [False, True])
+def test_drafts_are_verified_in_a_copy(state: DiffusionModelState, runs_fa4: bool) -> None:
+    """Of blocks of two tokens, and of two requests the first."""
+    drafting = DraftingModelState.__new__(DraftingModelState)
+    vars(drafting).update(vars(state))
+    drafting.step.block_length, drafting.step.verifying_causal = 2, -2
+    drafting.step.may_verify = lambda batch: True
+    drafting.step.verifies = lambda slots: torch.tensor([True, False])
+    buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
+    drafting._block_spans = buffer
+    metadata = prepare(drafting, CUDAGraphMode.NONE)
+    assert metadata["causal"].tolist() == [-2, 1 if runs_fa4 else 2]
+    if runs_fa4:
+        own = [[0, 17], [0, 18], [0, 16], [0, 17]]
+        assert metadata["window_rules"].spans[:4].tolist() == own
+        assert metadata["window_rules"].spans[4:].tolist() == [[26, 28]] * 2 + [[28, 30]] * 2
 
 
 def test_stock_builders_are_not_given_what_they_do_not_take() -> None:

@@ -5,7 +5,8 @@ vLLM's CPU kernel takes a causal flag per request and, for bidirectional request
 `symmetric` rule. Under the `reference` rule all rows of a canvas see the same keys: the last W - 1
 tokens of the context and the canvas itself. So attention is two matrix products over those keys,
 gathered from the cache, for all canvases together. Images longer than the window are computed the
-same way, one by one: each of their rows sees the whole image.
+same way, one by one: each of their rows sees the whole image. So are the second copies of blocks
+that are verified, all together.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -24,6 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import set_kernel_isa
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.cpu.attention.canvases import (
     CanvasKeys,
     CanvasLayout,
@@ -35,24 +38,31 @@ from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_bloc
 
 @dataclass
 class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata, with the keys of canvases under the reference rule and of images longer
-    than the window. `canvas_keys` None: the step has no such canvas."""
+    """vLLM's CPU metadata, with the keys of canvases under the reference rule, of images longer
+    than the window, and of second copies of blocks. `canvas_keys` None: the step has no such
+    canvas."""
 
     canvas_keys: CanvasKeys | None = None
-    image_keys: tuple[CanvasKeys, ...] = ()
+    more_keys: tuple[CanvasKeys, ...] = ()  # of images and copies
 
 
 class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds metadata with `CanvasKeys` for sliding-window layers. Layers without a window have
-    none."""
+    """Builds metadata with `CanvasKeys` for sliding-window layers, and for models that verify
+    blocks in a second copy. Other layers have none."""
 
     takes_window_rules = True
 
     def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], *args: Any, **kwargs: Any
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
-        if self.window_size > 0:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
+        masked = MaskedConfig.if_masked(vllm_config)
+        if self.window_size > 0 or (masked is not None and masked.verifies_copies):
             if self.isa == "amx":  # its cache is laid out for tiles
                 set_kernel_isa(self, "vec", layer_names)
             check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
@@ -67,14 +77,30 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         """Returns the metadata of a step. Requests are split into ones that vLLM's kernel can
         compute, which are causal or bidirectional."""
         rules = window_rules or WindowRules()
+        copy_keys = self._build_copy_keys(common_attn_metadata)
         common, rules, images = split_at_images(common_attn_metadata, rules)
         common = split_into_blocks(common)
         base = super().build(common_prefix_len, common, fast_build)
         return CpuCanvasMetadata(
             **vars(base),
             canvas_keys=self._build_canvas_keys(common, rules),
-            image_keys=self._build_image_keys(common, images),
+            more_keys=(*self._build_image_keys(common, images), *copy_keys),
         )
+
+    def _build_copy_keys(self, common: CommonAttentionMetadata) -> tuple[CanvasKeys, ...]:
+        """Returns the keys of the second copies of all blocks that the step verifies; empty if
+        there are none. vLLM's kernel computes these rows, too, as if they were causal."""
+        if not isinstance(common.causal, torch.Tensor) or int(common.causal.min()) >= 0:
+            return ()
+        layout = CanvasLayout.build_for_copies(
+            common.causal.numpy().astype(np.int64),
+            common.query_start_loc[: common.num_reqs + 1].numpy().astype(np.int64),
+            common.seq_lens[: common.num_reqs].numpy().astype(np.int64),
+            self.block_size,
+        )
+        if layout is None:
+            return ()
+        return (CanvasKeys.build(layout, common.block_table_tensor.numpy()),)
 
     def _build_image_keys(
         self, common: CommonAttentionMetadata, images: list[Image]
@@ -130,8 +156,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CpuCanvasImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, except that canvases under the reference rule and images longer than
-    the window are computed here."""
+    """vLLM's CPU attention, except that canvases under the reference rule, images longer than the
+    window and second copies of blocks are computed here."""
 
     def forward(
         self,
@@ -147,7 +173,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Writes the attention of all T rows to `output`, and returns `output`."""
         canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
-        image_keys = attn_metadata.image_keys if attn_metadata is not None else ()
+        more_keys = attn_metadata.more_keys if attn_metadata is not None else ()
         if canvas_keys is None or not canvas_keys.layout.only_canvases:
             super().forward(
                 layer,
@@ -160,7 +186,7 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        computed_here = image_keys if canvas_keys is None else (canvas_keys, *image_keys)
+        computed_here = more_keys if canvas_keys is None else (canvas_keys, *more_keys)
         for keys in computed_here:
             attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
         return output

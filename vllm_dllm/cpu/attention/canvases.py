@@ -13,8 +13,9 @@ from vllm_dllm.cpu.compat.ops import write_cpu_kv_cache
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """Positions of the queries and keys of a batch's n reference-rule canvases, or of one image. It
-    is the same for all layers with the same window and block size.
+    """Positions of the queries and keys of a batch's n reference-rule canvases, of one image, or of
+    the second copies of n blocks that are verified. It is the same for all layers with the same
+    window and block size.
 
     Q = longest canvas (tokens), B = most cache blocks any canvas sees, K <= B * block_size = keys.
     """
@@ -112,6 +113,46 @@ class CanvasLayout:
             block_columns=np.arange(first_block, last_block + 1)[None],
             keys=slice(first_key - shift, image.end - shift),
             bias=_to_bias(seen)[None, None, None],
+            only_canvases=False,
+        )
+
+    @classmethod
+    def build_for_copies(
+        cls,
+        causal: np.ndarray,  # [num_reqs], see `attention_kernels.masks`
+        query_start_loc: np.ndarray,  # [num_reqs + 1]
+        seq_lens: np.ndarray,  # [num_reqs]
+        block_size: int,  # tokens of a cache block
+    ) -> "CanvasLayout | None":
+        """Returns the layout of the second copies of all blocks that a step verifies. Returns None
+        if there are none."""
+        context_lens = seq_lens - np.diff(query_start_loc)
+        length = np.maximum(-causal, 1)
+        firsts = (context_lens // length + 1) * length  # positions where the copies begin
+        selected = np.flatnonzero((causal < 0) & (firsts < seq_lens))
+        if len(selected) == 0:
+            return None
+        firsts, ends, context_lens = firsts[selected], seq_lens[selected], context_lens[selected]
+        steps = np.arange((ends - firsts).max())
+        real = firsts[:, None] + steps < ends[:, None]
+        query_pos = firsts[:, None] + np.where(real, steps, 0)
+        rows = query_start_loc[selected, None] + query_pos - context_lens[:, None]
+        last_blocks = (ends - 1) // block_size
+        seen = visible(
+            torch.from_numpy(query_pos)[:, :, None],
+            torch.arange(int(ends.max())),
+            torch.from_numpy(context_lens)[:, None, None],
+            torch.from_numpy(causal[selected])[:, None, None],
+            window_left=-1,
+        )
+        return cls(
+            selected=selected,
+            query_len=len(steps),
+            rows=torch.from_numpy(rows),
+            valid_rows=torch.from_numpy(np.flatnonzero(real)),
+            block_columns=np.minimum(np.arange(last_blocks.max() + 1), last_blocks[:, None]),
+            keys=slice(0, int(ends.max())),
+            bias=_to_bias(seen)[:, None, None],
             only_canvases=False,
         )
 
@@ -221,7 +262,7 @@ def check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_
         ):
             return
     raise ValueError(
-        f"The reference window rule on CPU needs a KV cache with transposed keys per block, which "
-        f"kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does not have. Serve with "
-        f"--kv-cache-dtype auto."
+        f"The reference window rule and verified drafts on CPUs need a KV cache with transposed "
+        f"keys per block, which kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does "
+        f"not have. Serve with --kv-cache-dtype auto."
     )

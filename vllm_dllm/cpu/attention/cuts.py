@@ -17,8 +17,11 @@ from vllm_dllm.attention import WindowRules
 
 def split_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Returns `common` with each block-causal request split into one bidirectional request per
-    block. Rows stay where they are. Returns `common` itself if no request is block-causal."""
-    if not isinstance(common.causal, torch.Tensor) or int(common.causal.max()) <= 1:
+    block, and with causal requests in place of verifying ones. Rows stay where they are. Returns
+    `common` itself if all requests are causal or bidirectional."""
+    if not isinstance(common.causal, torch.Tensor) or (
+        int(common.causal.max()) <= 1 and int(common.causal.min()) >= 0
+    ):
         return common
     num_reqs = common.num_reqs
     bounds = common.query_start_loc[: num_reqs + 1].numpy().astype(np.int64)
@@ -40,7 +43,7 @@ def split_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadat
         requests,
         query_start_loc=np.concatenate(([0], row_ends)),
         seq_lens=block_ends,
-        causal=np.where(by_blocks, 0, causal)[requests],
+        causal=np.where(by_blocks, 0, causal != 0)[requests],
     )
 
 

@@ -28,7 +28,7 @@ class _Settings(NamedTuple):
     entropy_bound: float  # nats, or NO_BOUND
     edit_threshold: float  # probability; _NEVER: no revealed token changes
     edit_steps: float  # most steps that only change revealed tokens
-    is_verified: float  # 1 = canvases are drafts, see `verified_step`, `shifted_step`
+    is_verified: float  # 1 = canvases are drafts, see `verified_step`, `drafting_step`
     blocks_in_flight: float  # blocks that are denoised together; _ALL: all of a canvas
 
 
@@ -136,7 +136,7 @@ class MaskedSlotSettings:
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
         """Returns [n] bool: whether the drafts of the slots [n] are verified, see `verified_step`
-        and `shifted_step`."""
+        and `drafting_step`."""
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
@@ -179,7 +179,9 @@ def _read_settings(options: RequestOptions, temperature: float) -> _Settings:
     edit_threshold = _NEVER if options.edit_probability is None else options.edit_probability
     if options.is_verified:  # whatever the server's defaults say of steps
         threshold, least, edit_threshold = _ALWAYS, 1, _NEVER
-    elif rule in ("confidence", "verified"):  # of the latter, answers with a grammar
+    elif rule == "verified":
+        edit_threshold = _NEVER
+    elif rule == "confidence":
         threshold = options.accept_probability
     elif rule == "entropy_bound":
         assert options.entropy_bound is not None, "server_defaults has one"

@@ -10,9 +10,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from attention_kernels.masks import block_spans
+from attention_kernels.masks import block_spans, verifying_spans
 from vllm_dllm.compat.gpu import keep_during_sleep
 from vllm_dllm.config.architectures import Family
+from vllm_dllm.step.masked.copied_step import CopiedStep
+from vllm_dllm.step.masked.drafting_step import DraftingStep
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
 from vllm_dllm.step.masked.shifted_step import ShiftedStep
@@ -75,12 +77,8 @@ class MaskedModelState(CausalModelState):
         if spans is None:
             return None
         positions = input_batch.positions[:num_tokens]
-        spans[:num_tokens] = block_spans(positions, self._block_length_of_rows(input_batch))
+        spans[:num_tokens] = block_spans(positions, self.step.block_length)
         return spans
-
-    def _block_length_of_rows(self, input_batch: InputBatch) -> torch.Tensor | int:
-        """Returns the tokens of a row's block: [num_tokens] int64, or one number for all."""
-        return self.step.block_length
 
 
 class LevenshteinModelState(MaskedModelState):
@@ -89,30 +87,45 @@ class LevenshteinModelState(MaskedModelState):
     step_cls = LevenshteinStep
 
 
-class ShiftedModelState(MaskedModelState):
-    """The state of models whose rows have the next token's logits. A step that verifies drafts
-    reads them causally: their requests then have blocks of one token."""
+class DraftingModelState(MaskedModelState):
+    """The state of models that verify drafts of requests that ask for it."""
 
-    step_cls = ShiftedStep
-    step: ShiftedStep
+    step_cls: type[DraftingStep] = CopiedStep
+    step: DraftingStep
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
-        """Returns the tokens of each request's block: 1 for drafts that this step verifies."""
+        """Returns `causal` of each request, where some requests' drafts may be verified."""
         length = super().causal(requests, input_batch)
         if not self.step.may_verify(input_batch):
             return length
-        return torch.where(self.step.verifies(requests.slots), 1, length)
+        return torch.where(self.step.verifies(requests.slots), self.step.verifying_causal, length)
 
-    def _block_length_of_rows(self, input_batch: InputBatch) -> torch.Tensor | int:
-        """Returns the tokens of each row's block: 1 for rows of drafts that this step verifies."""
-        length = super()._block_length_of_rows(input_batch)
-        if not self.step.may_verify(input_batch):
-            return length
+    def image_spans(
+        self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode
+    ) -> torch.Tensor | None:
+        """Returns the block of each row, as `MaskedModelState` does. A row of a request whose draft
+        this step verifies has the keys that it sees instead."""
+        spans = super().image_spans(input_batch, cudagraph_mode)
+        if spans is None or not self.step.may_verify(input_batch):
+            return spans
         n, num_tokens = input_batch.num_reqs, input_batch.num_tokens
-        verifies = self.step.verifies(input_batch.idx_mapping[:n])
+        positions = input_batch.positions[:num_tokens]
         num_rows = input_batch.query_start_loc[: n + 1].diff()
-        of_rows = verifies.repeat_interleave(num_rows, output_size=num_tokens)
-        return torch.where(of_rows, 1, length)
+        verifies = self.step.verifies(input_batch.idx_mapping[:n])
+        of_requests = torch.stack((input_batch.seq_lens[:n] - num_rows, verifies.int()))
+        of_rows = of_requests.repeat_interleave(num_rows, dim=1, output_size=num_tokens)
+        if self.step.verifying_causal < 0:
+            own = verifying_spans(positions, of_rows[0], self.step.block_length)
+        else:
+            own = block_spans(positions, 1)
+        spans[:num_tokens] = torch.where(of_rows[1, :, None] == 1, own, spans[:num_tokens])
+        return spans
+
+
+class ShiftedModelState(DraftingModelState):
+    """The state of models whose rows have the next token's logits."""
+
+    step_cls = ShiftedStep
 
 
 def state_class(family: Family) -> type[CausalModelState]:
@@ -121,4 +134,4 @@ def state_class(family: Family) -> type[CausalModelState]:
         return CausalModelState
     if family.is_shifted:
         return ShiftedModelState
-    return LevenshteinModelState if family.moves_tokens else MaskedModelState
+    return LevenshteinModelState if family.moves_tokens else DraftingModelState

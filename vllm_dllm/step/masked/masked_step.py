@@ -84,7 +84,10 @@ class MaskedStep(CanvasStep):
         not fill."""
         known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
         if self.batch is not None:
-            known_ends = known_ends.index_add(0, self.batch.requests, -self.batch.lengths)
+            rows = self.batch.lengths
+            if self.batch.behind is not None:
+                rows = rows + self.batch.behind
+            known_ends = known_ends.index_add(0, self.batch.requests, -rows)
         return known_ends % self.block_length
 
     def _cut_canvases(

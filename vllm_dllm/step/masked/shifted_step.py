@@ -5,43 +5,23 @@ known token of the same block, which each step computes anew beside the canvas. 
 begins its block, it is the last row of the block before, and the first token was sampled when that
 block was prefilled (`seeded_step`).
 
-Since rows predict the next token, a causal forward verifies a block that is filled with guesses.
-Requests with `diffusion_acceptance` "verified" take such steps in turn: one drafts all hidden
-positions, the next one reads them causally and reveals what it agrees with
-(`denoise.masked.verify_step`). Both draw a position by the same number, so that they agree often,
-and the answer does not depend on the drafts. The finished block is prefilled like any other.
+Since rows predict the next token, a causal forward verifies a block that is filled with guesses
+(`drafting_step`).
 """
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, verify_step
-from vllm_dllm.step.asked.grammar_runs import LegalDraws
-from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, Found
 from vllm_dllm.step.logits.canvas_logits import MaskedLogits
-from vllm_dllm.step.masked.masked_step import Decided
+from vllm_dllm.step.masked.drafting_step import DraftingStep
 from vllm_dllm.step.masked.seeded_step import SeededStep
-from vllm_dllm.step.slots import Index
 
 
-class ShiftedStep(SeededStep):
-    """Draws the candidate of each position from the row before it. Verifies drafts of requests that
-    ask for it."""
-
-    def may_verify(self, input_batch: InputBatch) -> bool:
-        """Returns whether any request of the batch has its drafts verified. Does not wait for the
-        device."""
-        settings = self.requests.settings
-        assert isinstance(settings, MaskedSlotSettings)
-        slots_np = input_batch.idx_mapping_np[: input_batch.num_reqs]
-        return bool(settings.are_verified(slots_np).any())
-
-    def verifies(self, slots: Index) -> torch.Tensor:
-        """Returns [n] bool: slots whose canvas holds a draft and is not committed next. The coming
-        step reads such a draft causally."""
-        return self.slots.holds_draft[slots, 0] & ~self.slots.is_committing(slots)
+class ShiftedStep(DraftingStep, SeededStep):
+    """Draws the candidate of each position from the row before it, and so verifies drafts of
+    requests that ask for it."""
 
     def begin_step(self, input_batch: InputBatch) -> None:
         """Moves the canvases' rows in `input_batch.logits_indices` back by one, so that the runner
@@ -65,53 +45,6 @@ class ShiftedStep(SeededStep):
         has no row for them."""
         kept = logits.all_rows(in_process=False)
         self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
-
-    def _noise(self, found: Found) -> torch.Tensor:
-        """Returns the noise. Requests whose drafts are verified draw a position by the same number
-        in all steps."""
-        settings = found.settings
-        assert isinstance(settings, MaskedStepSettings)
-        if settings.is_verified is None:
-            return super()._noise(found)
-        steps_done = found.numbers.steps_done.masked_fill(settings.is_verified, 0)
-        return super()._noise(found._replace(numbers=found.numbers._replace(steps_done=steps_done)))
-
-    def _decide(
-        self,
-        found: Found,
-        draws: LegalDraws,
-        candidates: Candidates,  # [n, C]
-        rules: MaskedRules,
-        held: Held | None,
-    ) -> Decided:
-        """Drafts, or verifies drafts, for requests that ask for it and have no grammar. Writes
-        `holds_draft` of their slots."""
-        decided, settings = super()._decide(found, draws, candidates, rules, held), found.settings
-        assert isinstance(settings, MaskedStepSettings)
-        if settings.is_verified is None:
-            return decided
-        slots, idx = self.slots, found.batch.slot_index
-        is_verified = settings.is_verified
-        if held is not None:
-            is_verified = is_verified & ~held.is_ruled
-        is_draft = self.verifies(idx)
-        own = verify_step(
-            candidates.tokens,
-            slots.canvas[idx],
-            slots.revealed[idx],
-            self._counted_positions(found),
-            is_draft,
-            found.stops,
-            self.mask_id,
-        )
-        slots.holds_draft[idx, 0] = is_verified & ~is_draft & ~own.finished
-        rows = is_verified[:, None]
-        return decided._replace(
-            canvas=torch.where(rows, own.canvas, decided.canvas),
-            tokens=torch.where(rows, own.tokens, decided.tokens),
-            revealed=torch.where(rows, own.revealed, decided.revealed),
-            finished=torch.where(is_verified, own.finished, decided.finished),
-        )
 
     def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
         """Denoises the canvases. First overwrites, in `source`, the first row of each canvas that

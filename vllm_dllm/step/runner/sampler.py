@@ -107,6 +107,8 @@ class DiffusionSampler:
         rejected = spread(rejected)
         if recomputed is not None:
             rejected = rejected + recomputed
+        if batch.behind is not None:
+            rejected = rejected + spread(batch.behind)
         return _make_output(spread(best_guess), spread(emitted), rejected, logprobs)
 
 

@@ -28,11 +28,11 @@ _PUBLISHED: Mapping[str, Sequence[Mapping[str, Value]]] = {
         {"accept_probability": 0.5, "edits": 1, "edit_probability": 0.0},
     ],
     "NemotronLabsDiffusionModel": [{"mode": "self_speculation"}],
-    "Fast_dLLM_QwenForCausalLM": [{"accept_probability": 0.9}, {"acceptance": "verified"}],
+    "Fast_dLLM_QwenForCausalLM": [{"accept_probability": 0.9}],
 }
 """Architecture -> what a family's authors recommend beside the checkpoint's own settings, as
 changes to these: SDAR's loop of fixed counts, LLaDA2.1's quality and speed modes, Nemotron's
-verified drafts, the threshold of Fast-dLLM v2's demonstrations and its own verified drafts."""
+verified drafts, and the threshold of Fast-dLLM v2's demonstrations."""
 
 
 class Space:
@@ -81,18 +81,28 @@ class Space:
         """Returns the extension's settings of a server that answers every request as the server of
         the trials answered requests with `keys`."""
         defaults = dict(keys)
+        if keys.get("diffusion_acceptance") == "verified" and self._has_blocks_in_flight:
+            return {"blocks_in_flight": 2, "defaults": defaults}  # room for a second copy
         # Edits go on until all blocks of a canvas are finished, so they need the same canvas.
         if keys.get(_IN_FLIGHT, 1) == 1 and "diffusion_edit_probability" not in keys:
             defaults.pop(_IN_FLIGHT, None)
             return {"defaults": defaults}
         return self.server_settings | {"defaults": defaults}
 
+    @property
+    def _has_verified(self) -> bool:
+        """Whether drafts can be verified on the server of the trials."""
+        in_flight = self.server_settings.get("blocks_in_flight", 1)
+        return takes_acceptance(self._family, "verified", in_flight)
+
     def presets(self) -> list[dict[str, Value]]:
         """Returns the parameters of the first trials: the checkpoint's own settings, those that the
-        family's authors recommend, and the checkpoint's own with `BLOCKS_IN_FLIGHT` blocks in
-        flight."""
+        family's authors recommend, verified drafts, and the checkpoint's own with
+        `BLOCKS_IN_FLIGHT` blocks in flight."""
         own = self.own()
         found = [own, *(own | dict(change) for change in self._published)]
+        if self._has_verified:
+            found.append(own | {"acceptance": "verified"})
         if self._has_blocks_in_flight:
             found.append(own | {"blocks_in_flight": BLOCKS_IN_FLIGHT})
         return found
@@ -127,8 +137,7 @@ class Space:
             mode = trial.suggest_categorical("mode", ("diffusion", "self_speculation"))
             if mode != "diffusion":
                 return {"diffusion_mode": mode}
-        has_verified = takes_acceptance(self._family, "verified")
-        choices = (*_CHOICES, "verified") if has_verified else _CHOICES
+        choices = (*_CHOICES, "verified") if self._has_verified else _CHOICES
         rule = trial.suggest_categorical("acceptance", choices)
         keys: dict[str, Value] = {"diffusion_acceptance": rule}
         bound = MASKED_ENTROPY_BOUND if self._config is None else self._config.entropy_bound

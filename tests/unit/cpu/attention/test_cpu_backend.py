@@ -13,9 +13,11 @@ from vllm.v1.attention.backends import cpu_attn
 
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.unit.attention.metadata import common_metadata
+from tests.unit.attention_kernels.batches import VERIFIED
 from tests.unit.attention_kernels.test_triton import MIXES as TRITON_MIXES
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
+from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.cpu.attention.backend import CpuCanvasBackend
 from vllm_dllm.cpu.attention.canvases import check_cache_layout
 
@@ -40,13 +42,13 @@ MIXES = {
     "images": [*TRITON_MIXES["images"], Request(0, 12)],
 }
 # Some requests of a batch, not at all of one length.
-BY_BLOCKS = {"blocks": [*TRITON_MIXES["blocks"], Request(0, 12)]}
+BY_BLOCKS = {"blocks": [*TRITON_MIXES["blocks"], Request(0, 12)], "verified": VERIFIED}
 # Every mix with every window, every page size with both. Masked models have no window.
 VISIBILITY = [
     pytest.param(mix, window_left, page, id=f"{mix}-window{window_left}-page{page}")
     for (m, mix), (w, window_left) in product(enumerate(MIXES), enumerate(WINDOWS))
     for page in [(32, 64, 128)[(m + w) % 3]]
-] + [pytest.param("blocks", -1, 32, id="blocks")]
+] + [pytest.param(mix, -1, 32, id=mix) for mix in BY_BLOCKS]
 Attend = Callable[..., torch.Tensor]
 
 
@@ -65,7 +67,7 @@ def attend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Attend:
     ) -> torch.Tensor:
         dtype, block_size = batch.query.dtype, batch.key_cache.shape[1]
         config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=dtype),
+            model_config=SimpleNamespace(dtype=dtype, architecture="none"),
             parallel_config=None,
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
@@ -147,11 +149,23 @@ def test_numbers(
     right.check(output)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_verified_blocks(attend: Attend, dtype: str) -> None:
+    test_numbers(attend, dtype, "verified", -1, None)
+
+
 @pytest.mark.parametrize("isa", ["amx"], indirect=True)
 @pytest.mark.parametrize("window_left", [0, 11])
 def test_a_processor_with_amx_serves_bf16(attend: Attend, window_left: int) -> None:
     """vLLM's kernels for it lay the cache out in another way than canvases read it."""
     test_numbers(attend, "bf16", "mixed", window_left, None)
+
+
+@pytest.mark.parametrize("isa", ["amx"], indirect=True)
+def test_it_also_serves_verified_blocks(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = SimpleNamespace(verifies_copies=True)
+    monkeypatch.setattr(MaskedConfig, "if_masked", lambda config: said)
+    test_numbers(attend, "bf16", "verified", -1, None)
 
 
 def test_layout_check_accepts_this_machine_and_names_what_it_refuses() -> None:

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.config.architectures import FAMILIES
-from vllm_dllm.config.masked import check_asked_blocks
+from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools.tune.report import difference_interval, mean_interval
@@ -73,12 +73,14 @@ def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str
     drawn = [space.suggest(study.ask()) for _ in range(60)]
     for keys in presets + drawn:
         family = FAMILIES[architecture] if architecture else None
+        in_flight = space.settings_for(keys).get("blocks_in_flight", 1)
+        check_verified(keys.get("diffusion_acceptance"), family, in_flight)
         check_asked_blocks(
             server_defaults(keys, family).get("blocks_in_flight"),
             space.server_settings.get("blocks_in_flight", 1),
         )
     rules = {"entropy_bound", "confidence", "top_k"}
-    if architecture == FAST_DLLM:
+    if architecture in (SDAR, LLADA2, FAST_DLLM):
         rules.add("verified")
     assert {keys.get("diffusion_acceptance") for keys in drawn} - {None} == rules
     if architecture is not None:
@@ -94,6 +96,7 @@ def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str
             SDAR,
             [
                 {"acceptance": "top_k", "accept_tokens": 1},
+                {"acceptance": "verified"},
                 {"acceptance": "confidence", "accept_probability": 0.85, "blocks_in_flight": 4},
             ],
         ),
@@ -126,6 +129,8 @@ def test_a_server_as_in_the_trial(masked: Path) -> None:
     assert space.settings_for(one | {key: 1}) == {"defaults": one}
     for keys in (one | {key: 2}, one | {key: 1} | edits):
         assert space.settings_for(keys) == {"blocks_in_flight": 4, "defaults": keys}
+    keys = {"diffusion_acceptance": "verified"}
+    assert space.settings_for(keys) == {"blocks_in_flight": 2, "defaults": keys}
     assert Space(masked, ["--additional-config={}"]).server_settings == {}
 
 

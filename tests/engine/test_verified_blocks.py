@@ -1,0 +1,206 @@
+"""SDAR and LLaDA2 verify their drafts in a second copy of the block: the answer is that of blocks
+of one token, whatever was drafted."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests import tolerances
+from tests.engine.drafts import DraftingReference, decided
+from tests.engine.masked import Rule, Trajectory
+from tests.engine.masked_requests import (
+    VERIFIED,
+    GetEngine,
+    GetMade,
+    assert_as_alone,
+    assert_scores,
+    each_alone,
+    generate,
+    neighbours,
+    params_of,
+    prompts_of,
+)
+from tests.engine.test_masked import blocks_decided_alike
+from tests.engines import asynchronous_scheduling
+
+pytestmark = pytest.mark.numerics
+
+ROOM = {"blocks_in_flight": 2}
+FEW = [7, 40, 41, 300]  # of which some drafts stand
+GREEDY, WARM = Rule("verified"), Rule("verified", temperature=0.5)
+
+
+def as_decided(found: Trajectory, mask_id: int) -> Trajectory:
+    return Trajectory(decided(found.steps, mask_id), found.tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "block_length", "rule", "allowed"),
+    [
+        pytest.param("SDAR", 4, GREEDY, FEW, id="SDAR"),
+        pytest.param("SDAR", 4, WARM, None, id="SDAR, warm"),
+        pytest.param("SDAR", 32, WARM, FEW, id="SDAR, long blocks"),
+        pytest.param("MoE", 4, WARM, FEW, id="MoE", marks=pytest.mark.thorough),
+        pytest.param("LLaDA2", 4, WARM, FEW, id="LLaDA2"),
+        pytest.param("LLaDA2", 32, GREEDY, FEW, id="LLaDA2, long blocks"),
+    ],
+)
+def test_decisions(
+    engine: GetEngine,
+    made: GetMade,
+    family: str,
+    block_length: int,
+    rule: Rule,
+    allowed: list[int] | None,
+) -> None:
+    """200 blocks of four tokens, or 40 of 32: drafts, what is revealed, answers."""
+    checkpoint, plain = made(family, block_length)
+    decode, max_tokens = DraftingReference(plain, allowed), 160 if block_length == 4 else 250
+    prompts = prompts_of(block_length)
+    options: dict[str, Any] = {} if allowed is None else {"allowed_token_ids": allowed}
+    params = [params_of(rule, max_tokens, seed, **options) for seed in range(len(prompts))]
+    found = generate(engine(checkpoint, ROOM, block_size=32), prompts, params)
+    same = total = num_steps = 0
+    for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
+        theirs = partial(decode.generate, prompt, max_tokens, rule, seed)
+        same += blocks_decided_alike(as_decided(ours, decode.mask_id), theirs, decode)
+        total += sum(step.finished for step in ours.steps)
+        num_steps += len(ours.steps)
+    print(f"{same} of {total} blocks, {num_steps} steps")
+    assert same >= total * tolerances.DECIDED
+    if allowed is not None:
+        assert max_tokens * len(prompts) > 1.2 * num_steps / 2, "some drafts stand"
+
+
+@pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
+def test_answers_are_those_of_blocks_of_one_token(
+    engine: GetEngine, made: GetMade, family: str
+) -> None:
+    """Decoded one by one over the reference. A server's default of edits does not matter."""
+    checkpoint, plain = made(family, 4)
+    settings = ROOM | {"defaults": {"diffusion_edit_probability": 0.3}}
+    decode, prompts = DraftingReference(plain, FEW), prompts_of(4)
+    params = [params_of(GREEDY, 61, 0, allowed_token_ids=FEW) for _ in prompts]
+    found = generate(engine(checkpoint, settings, block_size=32), prompts, params)
+    for prompt, ours in zip(prompts, found, strict=True):
+        assert ours.tokens == decode.one_by_one(prompt, 61, GREEDY, 0)
+
+
+@pytest.fixture(scope="module")
+def with_room(engine: GetEngine) -> GetEngine:
+    return lambda checkpoint, **options: engine(checkpoint, ROOM, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(with_room: GetEngine, made: GetMade) -> list[Trajectory]:
+    return each_alone(with_room, made("SDAR", 4).checkpoint, VERIFIED)
+
+
+@neighbours
+def test_neighbours(
+    with_room: GetEngine, made: GetMade, alone: list[Trajectory], options: dict[str, Any]
+) -> None:
+    """Beside requests of all rules, whose blocks are in flight."""
+    if "long_prefill_token_threshold" in options:  # refused below two blocks
+        options = {"long_prefill_token_threshold": 9}
+    with asynchronous_scheduling() if "async_scheduling" in options else nullcontext():
+        assert_as_alone(with_room, made("SDAR", 4).checkpoint, VERIFIED, alone, options)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("max_model_len", [108, 110, 112])
+def test_the_context_ends(
+    engine: GetEngine, made: GetMade, asynchronous: None, max_model_len: int, is_ahead: bool
+) -> None:
+    """Its last block has no room for a copy, and is decoded token by token."""
+    checkpoint, plain = made("SDAR", 8)
+    model = engine(
+        checkpoint, ROOM, max_model_len=max_model_len, block_size=32, async_scheduling=is_ahead
+    )
+    decode, prompts = DraftingReference(plain, FEW), prompts_of(8)[:4]
+    params = [params_of(WARM, 500, i, allowed_token_ids=FEW) for i in range(len(prompts))]
+    for seed, ours in enumerate(generate(model, prompts, params)):
+        most = max_model_len - len(prompts[seed])
+        theirs = decode.generate(prompts[seed], most, WARM, seed, max_model_len=max_model_len)
+        assert ours.tokens == theirs.tokens and len(ours.tokens) == most
+        if not is_ahead:
+            assert as_decided(ours, decode.mask_id).steps == theirs.steps
+
+
+@pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
+def test_stop_tokens(engine: GetEngine, made: GetMade, family: str) -> None:
+    """A block is finished when nothing is hidden before one, and the answer ends there."""
+    checkpoint, plain = made(family, 32)
+    decode, prompts = DraftingReference(plain), prompts_of(32)
+    answer = decode.generate(prompts[0], 64, GREEDY).tokens
+    stop = next(token for token in answer[34:] if token not in answer[:34])
+    params = params_of(GREEDY, 100, 0, stop_token_ids=[stop])
+    found = generate(engine(checkpoint, ROOM, block_size=32), prompts, [params] * len(prompts))
+    for prompt, ours in zip(prompts, found, strict=True):
+        theirs = decode.generate(prompt, 100, GREEDY, stops=frozenset([stop]))
+        assert ours.tokens == theirs.tokens
+        assert as_decided(ours, decode.mask_id).steps == theirs.steps
+    assert any(0 in ours.steps[-1].revealed for ours in found), "one was finished early"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
+def test_the_next_turn_finds_finished_blocks(
+    engine: GetEngine, made: GetMade, asynchronous: None, is_ahead: bool
+) -> None:
+    """Nothing of a draft or of its copy stays in the cache."""
+    checkpoint, plain = made("SDAR", 32)
+    model = engine(checkpoint, ROOM, block_size=32, async_scheduling=is_ahead)
+    decode, prompt = DraftingReference(plain), prompts_of(32)[3]
+    (first,) = generate(model, [prompt], [params_of(GREEDY, 128 - len(prompt) % 32, 0)])
+    turn = prompt + first.tokens + [7, 8, 9]
+    expected = decode.generate(turn, 40, GREEDY).tokens
+    for cached in (128, 0):
+        output = model.llm.generate(
+            {"prompt_token_ids": turn}, params_of(GREEDY, 40, 0), use_tqdm=False
+        )[0]
+        assert output.num_cached_tokens == cached
+        assert list(output.outputs[0].token_ids) == expected
+        assert model.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
+def test_log_probabilities(
+    engine: GetEngine, made: GetMade, asynchronous: None, is_ahead: bool
+) -> None:
+    """Of the steps that verified the tokens, in blocks of one token."""
+    checkpoint, plain = made("SDAR", 4)
+    model = engine(checkpoint, ROOM, block_size=32, async_scheduling=is_ahead)
+    decode, prompts = DraftingReference(plain), prompts_of(4)
+    params = params_of(GREEDY, 40, 0, logprobs=3)
+    params.extra_args["diffusion_logprobs"] = "unmask"
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = model.llm.generate(inputs, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        theirs = decode.generate(prompt, 40, GREEDY)
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == theirs.tokens
+        scores = output.outputs[0].logprobs
+        assert_scores(torch.stack([placed.logprobs for placed in theirs.placed]), scores)
+        steps = [row[token].step for row, token in zip(scores, tokens, strict=True)]
+        assert steps == [placed.step for placed in theirs.placed]
+
+
+def test_forms_are_written_by_the_threshold(engine: GetEngine, made: GetMade) -> None:
+    """Beside requests without a form, whose answers they do not change."""
+    checkpoint, plain = made("SDAR", 4)
+    model, prompts = engine(checkpoint, ROOM, block_size=32), prompts_of(4)
+    form = StructuredOutputsParams(regex="[a-z]{3}( [a-z]{2})*")
+    written = [params_of(GREEDY, 31, i, structured_outputs=form) for i in range(5)]
+    as_usual = [params_of(GREEDY, 31, i, structured_outputs=form) for i in range(5)]
+    plainly = [params_of(GREEDY, 31, i, allowed_token_ids=FEW) for i in range(5)]
+    for one in as_usual:
+        one.extra_args = {}
+    answers = [found.tokens for found in generate(model, prompts * 3, written + as_usual + plainly)]
+    assert answers[:5] == answers[5:10]
+    decode = DraftingReference(plain, FEW)
+    expected = [decode.one_by_one(prompt, 31, GREEDY, 0) for prompt in prompts]
+    assert answers[10:] == expected
