@@ -25,12 +25,14 @@ from tests.engine.masked_requests import (
     prompts_of,
 )
 from tests.engine.test_masked import blocks_decided_alike
+from tests.engine.test_verified import rules_of
 from tests.engines import asynchronous_scheduling
 
 pytestmark = pytest.mark.numerics
 
 ROOM = {"blocks_in_flight": 2}
 FEW = [7, 40, 41, 300]  # of which some drafts stand
+MANY = [5, 7, 40, 41, 95, 180, 300, 365, 455]  # so that penalties do not even out
 GREEDY, WARM = Rule("verified"), Rule("verified", temperature=0.5)
 
 
@@ -88,6 +90,35 @@ def test_answers_are_those_of_blocks_of_one_token(
     found = generate(engine(checkpoint, settings, block_size=32), prompts, params)
     for prompt, ours in zip(prompts, found, strict=True):
         assert ours.tokens == decode.one_by_one(prompt, 61, GREEDY, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({"presence_penalty": 1.0, "repetition_penalty": 1.3}, [], id="penalties"),
+        pytest.param({}, [FEW[:2], FEW[1:], [FEW[2], FEW[2]]], id="bad words"),
+    ],
+)
+def test_rules_see_every_token_before(
+    engine: GetEngine, made: GetMade, options: dict[str, float], words: list[list[int]]
+) -> None:
+    """Those that the same step reveals, too."""
+    checkpoint, plain = made("SDAR", 4)
+    model, tokens = engine(checkpoint, ROOM, block_size=32), FEW if words else MANY
+    tokenizer, decode, prompts = (
+        model.llm.get_tokenizer(),
+        DraftingReference(plain, tokens),
+        prompts_of(4),
+    )
+    asked = options | {"bad_words": [tokenizer.decode(word) for word in words]}
+    params = params_of(GREEDY, 61, 0, allowed_token_ids=tokens, **asked)
+    found = generate(model, prompts, [params] * len(prompts))
+    assert sum(len(ours.steps) for ours in found) < 2 * 0.9 * 61 * len(prompts), "drafts stand"
+    for prompt, ours in zip(prompts, found, strict=True):
+        rules, answer = rules_of(options, prompt, words), list[int]()
+        while len(answer) < 61:
+            answer.append(int(rules(decode.next_logits(prompt + answer), answer).argmax()))
+        assert ours.tokens == answer
 
 
 @pytest.fixture(scope="module")
