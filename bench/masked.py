@@ -4,8 +4,8 @@
 
 The checkpoint, of SDAR's architecture, answers held-out prompts greedily, in blocks of 4 and of 32:
 in the published loop over transformers; in our engine with a commit of its own for every block, as
-other servers have it; in our engine as it is, with the parts of its steps; and with several blocks
-in flight. Forwards of a block, one request at a time, stand beside the steps that the published
+other servers have it; in our engine as it is, with the parts of its steps; with several blocks in
+flight; and with drafts that the model verifies. Forwards of a block, one request at a time, stand beside the steps that the published
 loop took for it. Then at several thresholds: exact match, and tokens per forward. Refuses to report
 when answers are worse than the published loop's.
 """
@@ -30,10 +30,10 @@ THRESHOLD = 0.9
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 MOST_POINTS_BELOW = 0.5
 PUBLISHED, SEPARATE, OURS = "published loop", "separate commits", "vllm-dllm"
-FLYING = "blocks in flight"
+FLYING, VERIFIED = "blocks in flight", "verified drafts"
 IN_FLIGHT = {4: 4, 32: 2}
 """Blocks, by their length."""
-SYSTEMS = (PUBLISHED, SEPARATE, OURS, FLYING)
+SYSTEMS = (PUBLISHED, SEPARATE, OURS, FLYING, VERIFIED)
 
 
 def commands(checkpoint: Path, block_length: int) -> dict[str, tuple[str, list[str]]]:
@@ -47,6 +47,7 @@ def commands(checkpoint: Path, block_length: int) -> dict[str, tuple[str, list[s
             "bench.masked_engine",
             [*own, "--blocks-in-flight", str(IN_FLIGHT[block_length])],
         ),
+        VERIFIED: ("bench.masked_engine", [*own, "--blocks-in-flight", "2", "--verifies", "true"]),
     }
 
 
@@ -120,9 +121,10 @@ def speed(call: Call, asked: workload.Workload, rounds: int, block_length: int) 
             by_system[OURS][f"times {name}"] = statistics.median(
                 other / own for own, other in zip(seconds[OURS], seconds[name], strict=True)
             )
-        by_system[FLYING][f"times {OURS}"] = statistics.median(
-            other / own for own, other in zip(seconds[FLYING], seconds[OURS], strict=True)
-        )
+        for name in (FLYING, VERIFIED):
+            by_system[name][f"times {OURS}"] = statistics.median(
+                other / own for own, other in zip(seconds[name], seconds[OURS], strict=True)
+            )
         steps = ask(call, OURS, asked, concurrency, method="split")
         by_system[OURS]["step"] = summarize_split(steps)
         print(f"block {block_length}, {concurrency} at once: {by_system}", flush=True)

@@ -1,5 +1,5 @@
 """A masked model in this project's engine, with or without a commit of its own for each block, one
-or several blocks in flight."""
+or several blocks in flight, by its threshold or with drafts that it verifies."""
 
 import argparse
 import json
@@ -30,8 +30,14 @@ class MaskedEngine(Engine):
     counters = "vllm:diffusion_num_"
 
     def __init__(
-        self, checkpoint: str, block_length: int, separate_commits: bool, blocks_in_flight: int
+        self,
+        checkpoint: str,
+        block_length: int,
+        separate_commits: bool,
+        blocks_in_flight: int,
+        verifies: bool,
     ) -> None:
+        self.verifies = verifies
         settings = {"vllm_dllm": {"blocks_in_flight": blocks_in_flight}}
         options: dict[str, Any] = {"additional_config": settings}
         if separate_commits:
@@ -41,8 +47,11 @@ class MaskedEngine(Engine):
     def run(
         self, prompts: list[list[int]], batch: int, max_tokens: int, **sampling: float
     ) -> dict[str, Any]:
-        """`sampling` has `threshold`, what a token's probability must exceed. Greedy."""
-        extra_args = {"diffusion_accept_probability": sampling["threshold"]}
+        """`sampling` has `threshold`, what a token's probability must exceed, unless drafts are
+        verified. Greedy."""
+        extra_args: dict[str, Any] = {"diffusion_accept_probability": sampling["threshold"]}
+        if self.verifies:
+            extra_args = {"diffusion_acceptance": "verified"}
         return super().run(prompts, batch, max_tokens, temperature=0.0, extra_args=extra_args)
 
     def split(
@@ -60,6 +69,7 @@ def main() -> None:
     parser.add_argument("--block-length", type=int, required=True)
     parser.add_argument("--separate-commits", type=json.loads, default=False)
     parser.add_argument("--blocks-in-flight", type=int, default=1)
+    parser.add_argument("--verifies", type=json.loads, default=False)
     args = parser.parse_args()
 
     def start() -> tuple[dict[str, Any], Any]:
@@ -67,6 +77,7 @@ def main() -> None:
             "block_length": args.block_length,
             "separate_commits": args.separate_commits,
             "blocks_in_flight": args.blocks_in_flight,
+            "verifies": args.verifies,
         }
         return own, MaskedEngine(args.checkpoint, **own).handlers()
 
