@@ -5,9 +5,9 @@
 The checkpoint, of SDAR's architecture, answers held-out prompts greedily, in blocks of 4 and of 32:
 in the published loop over transformers; in our engine with a commit of its own for every block, as
 other servers have it; in our engine as it is, with the parts of its steps; with several blocks in
-flight; and with drafts that the model verifies. Forwards of a block, one request at a time, stand beside the steps that the published
-loop took for it. Then at several thresholds: exact match, and tokens per forward. Refuses to report
-when answers are worse than the published loop's.
+flight; and with drafts that the model verifies. Forwards of a block, one request at a time, stand
+beside the steps that the published loop took for it. Then at several thresholds: exact match, and
+tokens per forward. Refuses to report when answers are worse than the published loop's.
 """
 
 import argparse
