@@ -1,9 +1,13 @@
-"""How many canvases a step of a GPU has room for, and which steps become CUDA graphs."""
+"""How many canvases a step of a GPU has room for, which steps become CUDA graphs, and how wide
+narrowed canvases are."""
+
+from typing import Any
 
 PROMPT_DIVISOR = 4  # a quarter of a step's tokens is left to prompts
 CAPTURED_CANVASES = 16
 """Canvases of the largest CUDA graph. A larger step computes for longer than the host takes to
 launch it (an estimate: 2 TFLOP a canvas of the 26B model, 60 ms on an H100)."""
+WIDTH_STEP = 16  # tokens; narrowed canvases are multiples of this, so there are few widths
 _FINE_CANVASES = 4  # up to this many, steps are captured in quarters of a canvas
 _EACH_CANVAS = 8  # up to this many, each number of canvases has a graph; beyond, every other
 
@@ -31,3 +35,8 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, token_budget: int) -> l
     fine = range(quarter, min(max(most, 2), _FINE_CANVASES) * canvas_length, quarter)
     sizes = {n * canvas_length for n in whole} | set(fine)
     return sorted(size for size in sizes if size <= token_budget)
+
+
+def narrowed_width(num_tokens: Any) -> Any:
+    """Returns `num_tokens`, a number or a tensor, rounded up to a multiple of WIDTH_STEP."""
+    return (num_tokens + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP

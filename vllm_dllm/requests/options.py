@@ -26,6 +26,7 @@ from vllm_dllm.config.checks import (
 )
 from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
 from vllm_dllm.config.extension import WindowRule
+from vllm_dllm.config.step_sizes import narrowed_width
 
 PREFIX = "diffusion_"
 STREAM_CANVASES = f"{PREFIX}stream_canvases"
@@ -38,7 +39,6 @@ OPTIONS_KEY = "vllm_dllm"
 """The entry of `extra_args` that has the options of an admitted request."""
 _KEYS_FOR_VLLM = {f"{PREFIX}{name}" for name in ("canvas_length", "max_steps", "read_only")}
 """Keys that vLLM's schedulers read."""
-WIDTH_STEP = 16  # tokens; narrowed canvases are multiples of this, so there are few widths
 
 
 @dataclass(frozen=True)
@@ -296,8 +296,3 @@ def verifies_drafts(params: SamplingParams | None) -> bool:
 
 def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:
     return None if params is None else (params.extra_args or {}).get(OPTIONS_KEY)
-
-
-def narrowed_width(num_tokens: Any) -> Any:
-    """Returns `num_tokens`, a number or a tensor, rounded up to a multiple of WIDTH_STEP."""
-    return (num_tokens + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP

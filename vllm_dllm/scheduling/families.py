@@ -9,7 +9,8 @@ from vllm.v1.request import Request
 from vllm_dllm.compat.scheduler import stock_canvas_width
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.requests.options import fits_canvases, narrowed_width, verifies_drafts
+from vllm_dllm.config.step_sizes import narrowed_width
+from vllm_dllm.requests.options import fits_canvases, verifies_drafts
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 

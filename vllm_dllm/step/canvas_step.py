@@ -16,8 +16,8 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.step_sizes import narrowed_width
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
-from vllm_dllm.requests.options import narrowed_width
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found

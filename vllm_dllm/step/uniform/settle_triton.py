@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_dllm.config.step_sizes import WIDTH_STEP
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_FORESEEN_STOPS
-from vllm_dllm.requests.options import WIDTH_STEP
 from vllm_dllm.step.asked.settings import Settings, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
