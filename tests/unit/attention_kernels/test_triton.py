@@ -297,9 +297,10 @@ def test_compiled_kernels_want_a_gpu(
     context_len=st.integers(0, 200),
     first=st.integers(0, 69),
     block_q=st.sampled_from([1, 8, 16]),
-    causal=st.sampled_from([0, 1, 4, 32]),
+    causal=st.sampled_from([0, 1, 4, 32, -4, -32]),
     symmetric=st.booleans(),
     window_left=st.integers(-1, 90),
+    verifies=st.booleans(),
 )
 def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
     query_len: int,
@@ -309,17 +310,22 @@ def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
     causal: int,
     symmetric: bool,
     window_left: int,
+    verifies: bool,  # whether any request may
 ) -> None:
+    """A request that verifies has no window, and does not see all keys in between."""
+    if causal < 0:
+        window_left, verifies = -1, True
     first = min(first, query_len - 1)
     last = min(first + block_q, query_len) - 1
     seq_len = context_len + query_len
     arguments = (context_len + first, context_len + last, context_len, seq_len)
-    start, end = key_range.fn(*arguments, causal, symmetric, window_left)
+    start, end = key_range.fn(*arguments, causal, symmetric, window_left, verifies)
     query_pos = torch.arange(arguments[0], arguments[1] + 1)[:, None]
     seen = visible(
         query_pos, torch.arange(seq_len), context_len, causal, window_left, symmetric
     ).any(dim=0)
-    assert seen[start:end].all() and not seen[:start].any() and not seen[end:].any()
+    assert seen[start:end].all() or (causal < 0 and seen[end - 1])
+    assert not seen[:start].any() and not seen[end:].any()
     by_definition = visible_range(*map(torch.tensor, arguments), causal, window_left, symmetric)
     assert [int(bound) for bound in by_definition] == [start, end]
 
