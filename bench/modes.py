@@ -6,18 +6,17 @@ No published weights are here. So a small model of each family's layout is train
 minutes each, on a language that can be judged (`bench.made_up_language`). Then prompts are answered
 one at a time, greedily and at temperature 1, with the checkpoint's own settings, with the presets
 that `vllm-dllm tune` tries first, and in all modes of Nemotron: tokens of a forward, tokens a
-second, and tokens that break a word. One engine runs them in turns, several rounds in changing
-order, so that tokens a second can be compared. Refuses to report if Nemotron's autoregressive and
-verified answers differ at temperature 0.
+second, and tokens that break a word. Refuses to report if Nemotron's autoregressive and verified
+answers differ at temperature 0.
 """
 
 import argparse
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def settings_of(path: Path, architecture: str) -> list[dict[str, Any]]:
     return [space.settings_for(each) for each in keys]
 
 
-def start(path: Path, blocks_in_flight: int) -> LLM:
+def start(path: Path, extension: Mapping[str, Any]) -> LLM:
     return LLM(
         str(path),
         dtype="float32",
@@ -61,7 +60,7 @@ def start(path: Path, blocks_in_flight: int) -> LLM:
         kv_cache_memory_bytes=256 << 20,
         enforce_eager=True,
         enable_prefix_caching=False,
-        additional_config={"vllm_dllm": {"blocks_in_flight": blocks_in_flight}},
+        additional_config={"vllm_dllm": extension},
     )
 
 
@@ -86,17 +85,12 @@ def measure(
     language: Language,
     prompts: list[list[int]],
     temperature: float,
-    keys: dict[str, Any],  # of each request
 ) -> tuple[dict[str, float], list[list[int]]]:
     forwards.clear()
     answers, began = [], time.perf_counter()
     for seed, prompt in enumerate(prompts):
         params = SamplingParams(
-            max_tokens=ANSWER,
-            temperature=temperature,
-            seed=seed,
-            ignore_eos=True,
-            extra_args=dict(keys),
+            max_tokens=ANSWER, temperature=temperature, seed=seed, ignore_eos=True
         )
         (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         answers.append(list(output.outputs[0].token_ids))
@@ -115,58 +109,33 @@ def measure(
 
 
 def measure_family(
-    path: Path, architecture: str, language: Language, prompts: list[list[int]], rounds: int
+    path: Path, architecture: str, language: Language, prompts: list[list[int]]
 ) -> list[dict[str, Any]]:
-    settings = settings_of(path, architecture)
-    llm = start(path, max(each.get("blocks_in_flight", 1) for each in settings))
-    forwards = count_forwards(llm)
-    found: list[dict[str, Any]] = [{"settings": each} for each in settings]
+    found = []
     greedy: dict[str, list[list[int]]] = {}
-    # The first turn of each warms up.
-    for turn in range(rounds + 1):
-        for row in found[turn % len(found) :] + found[: turn % len(found)]:
-            keys = row["settings"]["defaults"]
-            if max(each.get("blocks_in_flight", 1) for each in settings) > 1:
-                keys = {"diffusion_blocks_in_flight": 1} | keys
-            if keys.get("diffusion_acceptance") == "verified":
-                keys = {"diffusion_acceptance": "verified"}
-            for temperature in (0.0, 1.0):
-                asked = prompts if turn else prompts[:2]
-                numbers, answers = measure(llm, forwards, language, asked, temperature, keys)
-                print(architecture, json.dumps(keys), temperature, numbers, flush=True)
-                if turn:
-                    row.setdefault(f"temperature {temperature:g}", []).append(numbers)
-                if turn and temperature == 0.0:
-                    greedy[keys.get("diffusion_mode", "")] = answers
+    for extension in settings_of(path, architecture):
+        llm = start(path, extension)
+        forwards = count_forwards(llm)
+        measure(llm, forwards, language, prompts[:2], 0.0)  # warms up
+        row: dict[str, Any] = {"settings": extension}
+        for temperature in (0.0, 1.0):
+            numbers, answers = measure(llm, forwards, language, prompts, temperature)
+            row[f"temperature {temperature:g}"] = numbers
+            print(architecture, json.dumps(extension), temperature, numbers, flush=True)
+            if temperature == 0.0:
+                greedy[extension["defaults"].get("diffusion_mode", "")] = answers
+        found.append(row)
+        del llm
+        cleanup_dist_env_and_memory()
     if architecture == NEMOTRON and greedy["autoregressive"] != greedy["self_speculation"]:
         raise harness.Refused("Greedy answers of Nemotron's verified drafts are others.")
-    del llm
-    cleanup_dist_env_and_memory()
-    return [summary(row, found[0]) for row in found]
-
-
-def summary(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    """Returns the medians of a setting's rounds, with the least and the most tokens a second, and
-    how many times those of the `first` setting in the same round they are."""
-    medians: dict[str, Any] = {"settings": row["settings"]}
-    for temperature in ("temperature 0", "temperature 1"):
-        rounds, base = row[temperature], first[temperature]
-        medians[temperature] = {
-            name: statistics.median(each[name] for each in rounds) for name in rounds[0]
-        }
-        times = [
-            one["tokens_per_second"] / other["tokens_per_second"]
-            for one, other in zip(rounds, base, strict=True)
-        ]
-        medians[temperature]["times_the_first"] = [min(times), statistics.median(times), max(times)]
-    return medians
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="of training")
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--families", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument(
         "--folder", type=Path, help="keeps the trained models; those that it has are not trained"
@@ -183,7 +152,7 @@ def main() -> None:
     results = {}
     for architecture in args.families:
         path = trained_checkpoint(folder, architecture, language, args.steps)
-        results[architecture] = measure_family(path, architecture, language, prompts, args.rounds)
+        results[architecture] = measure_family(path, architecture, language, prompts)
     report = {"machine": harness.machine(), "prompts": len(prompts), "results": results}
     harness.publish(report, harness.results_folder() / "modes.json")
 
