@@ -6,27 +6,25 @@ No published weights are here. So a small model of each family's layout is train
 minutes each, on a language that can be judged (`bench.made_up_language`). Then prompts are answered
 one at a time, greedily and at temperature 1, with the checkpoint's own settings, with the presets
 that `vllm-dllm tune` tries first, and in all modes of Nemotron: tokens of a forward, tokens a
-second, and tokens that break a word. Refuses to report if Nemotron's autoregressive and verified
+second, and tokens that break a word. Each setting has an engine of its own, and they take turns, so
+that tokens a second can be compared. Refuses to report if Nemotron's autoregressive and verified
 answers differ at temperature 0.
 """
 
 import argparse
 import json
-import os
 import random
+import statistics
 import tempfile
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from optuna.trial import FixedTrial
-from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 
 from bench import harness
 from bench.made_up_language import Language, count_breaks, make_language, trained_checkpoint, write
+from bench.system import taking_turns
 from vllm_dllm.tools.tune.space import Space
 
 NEMOTRON = "NemotronLabsDiffusionModel"
@@ -52,96 +50,80 @@ def settings_of(path: Path, architecture: str) -> list[dict[str, Any]]:
     return [space.settings_for(each) for each in keys]
 
 
-def start(path: Path, extension: Mapping[str, Any]) -> LLM:
-    return LLM(
-        str(path),
-        dtype="float32",
-        max_model_len=512,
-        kv_cache_memory_bytes=256 << 20,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        additional_config={"vllm_dllm": extension},
-    )
+def measure_family(
+    path: Path, architecture: str, language: Language, prompts: list[list[int]], rounds: int
+) -> list[dict[str, Any]]:
+    """Returns for each setting the medians of its rounds by temperature, and how many times the
+    tokens a second of the first one in the same round it has: the least, the median, the most."""
+    settings = {json.dumps(each): each for each in settings_of(path, architecture)}
+    commands = {name: ("bench.modes_engine", [str(path), "--extension", name]) for name in settings}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in settings}
+    greedy: dict[str, list[list[int]]] = {}
+    with taking_turns(commands) as (_, call):
+        for turn in range(rounds + 1):  # the first one warms up
+            for name, own in found.items():
+                for temperature in (0.0, 1.0):
+                    run = call(
+                        name,
+                        "run",
+                        prompts=prompts if turn else prompts[:2],
+                        batch=1,
+                        max_tokens=ANSWER,
+                        temperature=temperature,
+                        seed=0,
+                        ignore_eos=True,
+                    )
+                    if turn:
+                        numbers = count(language, prompts, run)
+                        print(architecture, name, temperature, numbers, flush=True)
+                        own.setdefault(f"temperature {temperature:g}", []).append(numbers)
+                    if turn and temperature == 0.0:
+                        mode = settings[name]["defaults"].get("diffusion_mode", "")
+                        greedy[mode] = run["outputs"]
+    if architecture == NEMOTRON and greedy["autoregressive"] != greedy["self_speculation"]:
+        raise harness.Refused("Greedy answers of Nemotron's verified drafts are others.")
+    first = next(iter(found.values()))
+    return [
+        {"settings": settings[name]}
+        | {key: summary(numbers, first[key]) for key, numbers in own.items()}
+        for name, own in found.items()
+    ]
 
 
-def count_forwards(llm: LLM) -> list[int]:
-    """Returns a list that grows with every forward, by its tokens."""
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    forwards: list[int] = []
-    execute = executor.execute_model
-
-    def counted(output: Any, *args: Any, **kwargs: Any) -> Any:
-        if output.total_num_scheduled_tokens:
-            forwards.append(output.total_num_scheduled_tokens)
-        return execute(output, *args, **kwargs)
-
-    executor.execute_model = counted
-    return forwards
-
-
-def measure(
-    llm: LLM,
-    forwards: list[int],  # see `count_forwards`
-    language: Language,
-    prompts: list[list[int]],
-    temperature: float,
-) -> tuple[dict[str, float], list[list[int]]]:
-    forwards.clear()
-    answers, began = [], time.perf_counter()
-    for seed, prompt in enumerate(prompts):
-        params = SamplingParams(
-            max_tokens=ANSWER, temperature=temperature, seed=seed, ignore_eos=True
-        )
-        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        answers.append(list(output.outputs[0].token_ids))
-    seconds = time.perf_counter() - began
+def count(language: Language, prompts: list[list[int]], run: dict[str, Any]) -> dict[str, float]:
+    """`run`: what the engine's handler returned for the prompts."""
     num_tokens = ANSWER * len(prompts)
     broken = [
         count_breaks(language, prompt + answer) - count_breaks(language, prompt)
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(prompts, run["outputs"], strict=True)
     ]
-    found = {
-        "tokens_per_forward": num_tokens / len(forwards),
-        "tokens_per_second": num_tokens / seconds,
+    return {
+        "tokens_per_forward": num_tokens / run["forwards"],
+        "tokens_per_second": num_tokens / run["seconds"],
         "broken_per_1000_tokens": 1000 * sum(broken) / num_tokens,
     }
-    return found, answers
 
 
-def measure_family(
-    path: Path, architecture: str, language: Language, prompts: list[list[int]]
-) -> list[dict[str, Any]]:
-    found = []
-    greedy: dict[str, list[list[int]]] = {}
-    for extension in settings_of(path, architecture):
-        llm = start(path, extension)
-        forwards = count_forwards(llm)
-        measure(llm, forwards, language, prompts[:2], 0.0)  # warms up
-        row: dict[str, Any] = {"settings": extension}
-        for temperature in (0.0, 1.0):
-            numbers, answers = measure(llm, forwards, language, prompts, temperature)
-            row[f"temperature {temperature:g}"] = numbers
-            print(architecture, json.dumps(extension), temperature, numbers, flush=True)
-            if temperature == 0.0:
-                greedy[extension["defaults"].get("diffusion_mode", "")] = answers
-        found.append(row)
-        del llm
-        cleanup_dist_env_and_memory()
-    if architecture == NEMOTRON and greedy["autoregressive"] != greedy["self_speculation"]:
-        raise harness.Refused("Greedy answers of Nemotron's verified drafts are others.")
-    return found
+def summary(rounds: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the medians of a setting's rounds. `first`: the rounds of the first setting."""
+    times = [
+        own["tokens_per_second"] / other["tokens_per_second"]
+        for own, other in zip(rounds, first, strict=True)
+    ]
+    medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    return medians | {"times_the_first": [min(times), statistics.median(times), max(times)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="of training")
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--families", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument(
         "--folder", type=Path, help="keeps the trained models; those that it has are not trained"
     )
     args = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     torch.manual_seed(0)
     torch.set_num_threads(1)  # of steps so small the threads would wait for each other
     rng = random.Random(1)
@@ -152,7 +134,7 @@ def main() -> None:
     results = {}
     for architecture in args.families:
         path = trained_checkpoint(folder, architecture, language, args.steps)
-        results[architecture] = measure_family(path, architecture, language, prompts)
+        results[architecture] = measure_family(path, architecture, language, prompts, args.rounds)
     report = {"machine": harness.machine(), "prompts": len(prompts), "results": results}
     harness.publish(report, harness.results_folder() / "modes.json")
 
