@@ -9,27 +9,15 @@ import torch
 
 from tests.engine.masked import Placed, Reference, Rule, Step, Trajectory
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 
 UNKNOWN = -1  # a token that no step has decided
 
 
 class DraftingReference(Reference):
-    allowed: list[int] | None = None
-    """Tokens that there are; None: all."""
-
     def __init__(self, plain: Reference, allowed: list[int] | None = None) -> None:
         super().__init__(plain.model, plain.block_length, plain.mask_id)
         self.allowed = allowed
-
-    def logits(self, tokens: list[int], *, num_causal: int = 0) -> torch.Tensor:
-        found = super().logits(tokens, num_causal=num_causal)
-        if self.allowed is None:
-            return found
-        ruled = torch.full_like(found, MASKED_LOGIT)
-        ruled[:, self.allowed] = found[:, self.allowed]
-        return ruled
 
     def next_logits(self, known: list[int]) -> torch.Tensor:
         """[V] of the token behind the known ones, in blocks of one token behind whole blocks whose

@@ -12,23 +12,11 @@ from tests.engine.masked import Placed, Rule, Step
 from tests.engine.nemotron import Drawn, SeededReference, SeededTrajectory
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
 
 SUB_BLOCK = 8
 
 
 class ShiftedReference(SeededReference):
-    allowed: list[int] | None = None
-    """Tokens that there are; None: all."""
-
-    def logits(self, tokens: list[int], *, num_causal: int = 0) -> torch.Tensor:
-        found = super().logits(tokens, num_causal=num_causal)
-        if self.allowed is None:
-            return found
-        ruled = torch.full_like(found, MASKED_LOGIT)
-        ruled[:, self.allowed] = found[:, self.allowed]
-        return ruled
-
     def one_by_one(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The greedy answer in blocks of one token, behind whole blocks whose tokens see each
         other: what verified drafts answer, too."""

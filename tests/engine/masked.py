@@ -30,6 +30,7 @@ from tests.engine.llada2 import LLaDA2
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.denoise import noise
+from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 
 COMMON = {
@@ -249,6 +250,9 @@ class Trajectory:
 
 
 class Reference:
+    allowed: list[int] | None = None
+    """Tokens that there are; None: all. A random model drafts one of a few some of the time."""
+
     def __init__(self, model: nn.Module, block_length: int, mask_id: int) -> None:
         self.model, self.block_length, self.mask_id = model, block_length, mask_id
 
@@ -261,9 +265,18 @@ class Reference:
         block = (position // length + 1) * length - 1  # the last position that a row sees
         seen, ids = block[:, None] >= position, torch.tensor(tokens)
         if isinstance(self.model, LLaDA2):
-            return self.model(ids, seen)
+            return self.only_allowed(self.model(ids, seen))
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-        return self.model(input_ids=ids[None], attention_mask=mask[None, None]).logits[0]
+        found = self.model(input_ids=ids[None], attention_mask=mask[None, None]).logits[0]
+        return self.only_allowed(found)
+
+    def only_allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` [T, V] with the other tokens masked."""
+        if self.allowed is None:
+            return logits
+        found = torch.full_like(logits, MASKED_LOGIT)
+        found[:, self.allowed] = logits[:, self.allowed]
+        return found
 
     def generate(self, prompt: list[int], max_tokens: int, rule: Rule, seed: int = 0) -> Trajectory:
         """Whole blocks, the last one cut off."""

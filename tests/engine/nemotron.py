@@ -75,7 +75,8 @@ class SeededReference(Reference):
         seen = (position[:, None] >= position) | (position[:, None] >= len(known))
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
         ids = torch.tensor([known + block])
-        return self.model(input_ids=ids, attention_mask=mask[None, None]).logits[0]
+        found = self.model(input_ids=ids, attention_mask=mask[None, None]).logits[0]
+        return self.only_allowed(found)
 
     def generate(
         self,

@@ -13,7 +13,6 @@ from tests import tolerances
 from tests.engine.masked import Rule
 from tests.engine.nemotron import Drawn, SeededReference
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
 
 
 def rounding_decides(drawn: Drawn, row: int, ours: int, temperature: float) -> bool:
@@ -70,18 +69,6 @@ Rules = Callable[[torch.Tensor, list[int]], torch.Tensor]
 
 
 class VerifiedReference(SeededReference):
-    allowed: list[int] | None = None
-    """All tokens that there are, if not all: a random model then drafts what it wants some of the
-    time."""
-
-    def seeded_logits(self, known: list[int], block: list[int]) -> torch.Tensor:
-        logits = super().seeded_logits(known, block)
-        if self.allowed is None:
-            return logits
-        only = torch.full_like(logits, MASKED_LOGIT)
-        only[:, self.allowed] = logits[:, self.allowed]
-        return only
-
     def _follow(self, known: list[int], count: int, rule: Rule, seed: int) -> list[Drawn]:
         """What is drawn behind each of the last `count` known tokens, of one row each."""
         logits = self.seeded_logits(known, [])[-count:]

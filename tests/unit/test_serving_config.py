@@ -22,7 +22,7 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
-from vllm_dllm.serving_config import checks
+from vllm_dllm.serving_config import steps
 
 Configure = Callable[..., VllmConfig]
 
@@ -154,7 +154,7 @@ def on_h100(
 ) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
-    monkeypatch.setattr(checks, "current_platform", platform)
+    monkeypatch.setattr(steps, "current_platform", platform)
     log = logged(checks, "info")
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
@@ -179,9 +179,9 @@ def on_h100(
             compilation_config=SimpleNamespace(**graphs | options),
         )
         if max_num_seqs is None:
-            most = checks.default_max_num_seqs(config)
+            most = steps.default_max_num_seqs(config)
             config.scheduler_config.max_num_seqs = most
-        checks.choose_cuda_graphs(config)
+        steps.choose_cuda_graphs(config)
         return config, log[-1]
 
     return choose

@@ -1,5 +1,5 @@
 """Finds what runs the experts of steps of canvases fastest: the kernel that vLLM chose, its Triton
-kernel with other tiles, or ours for few rows an expert.
+kernel with other tiles, or ours.
 
 A canvas gives each expert more rows than decoding does and fewer than a prompt. The tiles tried are
 those that `config/tuned` has for any GPU: each is compiled, so they are few.

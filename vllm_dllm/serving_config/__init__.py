@@ -26,16 +26,18 @@ from vllm_dllm.measured import folder
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.serving_config.checks import (
-    FEWEST_REQUESTS,
-    LOGITS_MEMORY_BYTES,
     check_pipeline,
     check_stop_tokens,
     check_token_budget,
     check_weight_files,
+)
+from vllm_dllm.serving_config.experts import prefer_tuned_kernel
+from vllm_dllm.serving_config.images import prepare_images
+from vllm_dllm.serving_config.steps import (
+    FEWEST_REQUESTS,
+    LOGITS_MEMORY_BYTES,
     choose_cuda_graphs,
     default_max_num_seqs,
-    prefer_tuned_kernel,
-    prepare_images,
 )
 
 logger = init_logger(__name__)

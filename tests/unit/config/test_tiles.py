@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from bench.dummy_checkpoint import SHAPE_26B
 from vllm_dllm.config import tiles
-from vllm_dllm.serving_config.checks import prefer_tuned_kernel
+from vllm_dllm.serving_config.experts import prefer_tuned_kernel
 
 EXPERTS, WIDTH = SHAPE_26B["num_experts"], SHAPE_26B["moe_intermediate_size"]
 
