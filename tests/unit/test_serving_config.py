@@ -155,7 +155,7 @@ def on_h100(
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
     monkeypatch.setattr(steps, "current_platform", platform)
-    log = logged(checks, "info")
+    log = logged(steps, "info")
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
         text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)
