@@ -18,6 +18,7 @@ pytestmark = pytest.mark.numerics
 EOS = 1
 FAMILIES = ("SDAR", "Nemotron", "Fast-dLLM", "LLaDA2.2")
 PERSON = of(json=SCHEMAS["person"])
+ROOM = {"blocks_in_flight": 2}  # for verified drafts
 
 
 def generate(model: Engine, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -55,21 +56,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "block_length"),
+    ("family", "block_length", "settings"),
     [
-        ("SDAR", 4),
-        ("Nemotron", 32),
-        ("Fast-dLLM", 32),
-        ("LLaDA2.2", 4),
-        pytest.param("SDAR", 32, marks=pytest.mark.thorough),
-        pytest.param("Fast-dLLM", 4, marks=pytest.mark.thorough),
+        ("SDAR", 4, {}),
+        ("Nemotron", 32, {}),
+        ("Fast-dLLM", 32, {}),
+        ("LLaDA2.2", 4, {}),
+        pytest.param("SDAR", 4, ROOM, marks=pytest.mark.thorough),
+        pytest.param("SDAR", 32, ROOM, marks=pytest.mark.thorough),
+        pytest.param("Fast-dLLM", 4, {}, marks=pytest.mark.thorough),
     ],
 )
 def test_answers_are_valid(
-    engine: GetEngine, made: GetMade, family: str, block_length: int
+    engine: GetEngine, made: GetMade, family: str, block_length: int, settings: dict[str, int]
 ) -> None:
-    model = engine(made(family, block_length).checkpoint, block_size=32)
-    own = {"verified": xargs(acceptance="verified")} if family == "Fast-dLLM" else {}
+    model = engine(made(family, block_length).checkpoint, settings, block_size=32)
+    verifies = family == "Fast-dLLM" or settings == ROOM
+    own = {"verified": xargs(acceptance="verified")} if verifies else {}
     all_settings = SETTINGS | own
     beside = [
         SamplingParams(**{"max_tokens": 60, "seed": i, "structured_outputs": PERSON, **settings})
@@ -120,10 +123,12 @@ COMPANY: dict[str, dict[str, Any]] = {
 
 
 def mixed_params(family: str) -> list[SamplingParams]:
-    """Of Nemotron, in its other modes, too."""
+    """Of Nemotron in its other modes, too; of SDAR and Fast-dLLM v2 with verified drafts, too."""
     ways = [xargs(accept_probability=0.3)]
     if family == "Nemotron":
         ways += [xargs(mode="self_speculation"), xargs(mode="autoregressive")]
+    elif family != "LLaDA2.2":
+        ways.append(xargs(acceptance="verified"))
     return [
         SamplingParams(**{"max_tokens": 70, "seed": i, **kind}, **ways[i % len(ways)])
         for i, kind in enumerate(MIX)
@@ -133,12 +138,13 @@ def mixed_params(family: str) -> list[SamplingParams]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_any_company(engine: GetEngine, made: GetMade, family: str, asynchronous: None) -> None:
-    path, params = made(family, 32).checkpoint, mixed_params(family)
-    model = engine(path, block_size=32, max_num_seqs=1, async_scheduling=False)
+    length, settings = (8, ROOM) if family == "SDAR" else (32, {})
+    path, params = made(family, length).checkpoint, mixed_params(family)
+    model = engine(path, settings, block_size=32, max_num_seqs=1, async_scheduling=False)
     alone = [list(output.outputs[0].token_ids) for output in generate(model, params)]
     for name, options in COMPANY.items():
         options = {"async_scheduling": False, "block_size": 32, **options}
-        model = engine(path, disable_log_stats=False, **options)
+        model = engine(path, settings, disable_log_stats=False, **options)
         found = [list(output.outputs[0].token_ids) for output in generate(model, params)]
         assert found == alone, name
         if name == "preempted":

@@ -1,19 +1,20 @@
 """SDAR and LLaDA2 verify their drafts in a second copy of the block: the answer is that of blocks
 of one token, whatever was drafted."""
 
+import re
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
 from tests.engine.drafts import DraftingReference, decided
-from tests.engine.masked import Rule, Trajectory
+from tests.engine.masked import Reference, Rule, Trajectory
 from tests.engine.masked_requests import (
     VERIFIED,
+    VOCABULARY,
     GetEngine,
     GetMade,
     assert_as_alone,
@@ -24,7 +25,9 @@ from tests.engine.masked_requests import (
     params_of,
     prompts_of,
 )
+from tests.engine.test_grammars import of
 from tests.engine.test_masked import blocks_decided_alike
+from tests.engine.test_masked_grammars import EOS
 from tests.engine.test_verified import rules_of
 from tests.engines import asynchronous_scheduling
 
@@ -220,18 +223,54 @@ def test_log_probabilities(
         assert steps == [placed.step for placed in theirs.placed]
 
 
-def test_forms_are_written_by_the_threshold(engine: GetEngine, made: GetMade) -> None:
-    """Beside requests without a form, whose answers they do not change."""
-    checkpoint, plain = made("SDAR", 4)
-    model, prompts = engine(checkpoint, ROOM, block_size=32), prompts_of(4)
-    form = StructuredOutputsParams(regex="[a-z]{3}( [a-z]{2})*")
-    written = [params_of(GREEDY, 31, i, structured_outputs=form) for i in range(5)]
-    as_usual = [params_of(GREEDY, 31, i, structured_outputs=form) for i in range(5)]
-    plainly = [params_of(GREEDY, 31, i, allowed_token_ids=FEW) for i in range(5)]
-    for one in as_usual:
-        one.extra_args = {}
-    answers = [found.tokens for found in generate(model, prompts * 3, written + as_usual + plainly)]
-    assert answers[:5] == answers[5:10]
-    decode = DraftingReference(plain, FEW)
-    expected = [decode.one_by_one(prompt, 31, GREEDY, 0) for prompt in prompts]
-    assert answers[10:] == expected
+class Form(NamedTuple):
+    whole: str  # regular expressions
+    beginning: str
+
+
+class FormReference(DraftingReference):
+    """Draws each token among those that a form allows next, its end included."""
+
+    def __init__(self, plain: Reference, form: Form, texts: list[str], num_prompt: int) -> None:
+        super().__init__(plain)
+        self.form, self.texts, self.num_prompt = form, texts, num_prompt
+
+    def next_logits(self, known: list[int]) -> torch.Tensor:
+        logits = super().next_logits(known)
+        text = "".join(self.texts[token] for token in known[self.num_prompt :])
+        legal = [
+            bool(own) and re.fullmatch(self.form.beginning, text + own) is not None
+            for own in self.texts
+        ]
+        legal[EOS] = re.fullmatch(self.form.whole, text) is not None
+        return logits[: len(legal)].masked_fill(~torch.tensor(legal), -torch.inf)
+
+
+FORMS = [
+    Form("[a-z]{70}", "[a-z]{0,70}"),
+    Form("(ab|cd){3,9}", "(ab|cd){0,9}|(ab|cd){0,8}[ac]"),
+    Form("lamp|lap", "l|la|lam|lamp|lap"),
+]
+
+
+@pytest.mark.parametrize(("family", "block_length"), [("SDAR", 4), ("SDAR", 32), ("LLaDA2", 4)])
+def test_forms(engine: GetEngine, made: GetMade, family: str, block_length: int) -> None:
+    """The grammar sees the tokens that stand, not drafts: an answer is that of a loop that draws
+    token by token among the legal ones, in any company."""
+    checkpoint, plain = made(family, block_length)
+    model, prompts = engine(checkpoint, ROOM, block_size=32), prompts_of(block_length)[:6]
+    tokenizer = model.llm.get_tokenizer()
+    texts = [tokenizer.decode([token]) for token in range(VOCABULARY)]
+    for rule in (GREEDY, WARM):
+        params = [
+            params_of(rule, 90, i, structured_outputs=of(regex=FORMS[i % 3].whole))
+            for i in range(len(prompts))
+        ]
+        for one in params:
+            one.ignore_eos = False
+        for i, found in enumerate(generate(model, prompts, params)):
+            decode = FormReference(plain, FORMS[i % 3], texts, len(prompts[i]))
+            expected = decode.one_by_one(prompts[i], 90, rule, i)
+            length = expected.index(EOS) + 1
+            print(len(found.steps), length, tokenizer.decode(found.tokens))
+            assert found.tokens == expected[:length]

@@ -3,6 +3,7 @@ none, so only their form is right. And what it says of when its tokens were reve
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,7 @@ from tests.server.conftest import Server, serving
 from tests.server.test_documented import require_a_decision
 
 SDAR = CHECKPOINTS / "sdar-tiny"
+CANVAS = 8  # two blocks
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -30,8 +32,10 @@ SCHEMAS = {found["function"]["name"]: found["function"]["parameters"] for found 
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with serving(SDAR, tmp_path_factory.mktemp("calling"), *options) as it:
+    calls = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    room = ("--additional-config", '{"vllm_dllm": {"blocks_in_flight": 2}}')  # for verified drafts
+    folder = tmp_path_factory.mktemp("calling")
+    with serving(SDAR, folder, "--enforce-eager", *calls, *room) as it:
         yield it
 
 
@@ -81,7 +85,7 @@ def test_log_probabilities_come_with_their_step(calling: Server) -> None:
         return [entry for found in kept if found is not None for entry in found.content]
 
     whole = [(it.token, it.logprob, it.step) for it in entries(extra_body=asked)]
-    assert {1, 2} <= {step for _, _, step in whole} <= {1, 2, 3, 4}
+    assert {1, 2} <= {step for _, _, step in whole} <= set(range(1, CANVAS + 1))
     streamed = entries(extra_body=asked, stream=True)
     assert [(it.token, it.logprob, it.step) for it in streamed] == whole
     assert not any("step" in it.model_dump() for it in entries())
@@ -99,10 +103,36 @@ def test_log_probabilities_come_with_their_step(calling: Server) -> None:
         ]
 
     found = scores(extra_body=asked)
-    assert found and all(1 <= step <= 4 for _, step in found)
+    assert found and all(1 <= step <= CANVAS for _, step in found)
     assert scores(extra_body=asked, stream=True) == found
     with pytest.raises(BadRequestError, match="diffusion_logprobs needs logprobs"):
         entries(extra_body=asked, logprobs=False)
+
+
+VERIFIED = {"vllm_xargs": {"diffusion_acceptance": "verified"}}
+
+
+def test_verified_drafts(calling: Server) -> None:
+    """Alone and in a crowd, streamed or not, with and without a form."""
+
+    def sort(letters: str, **options: Any) -> Any:
+        content = f"Sort: {letters}"
+        messages = [{"role": "user", "content": content}]
+        asked = {"messages": messages, "temperature": 0.0, "max_tokens": 20, "extra_body": VERIFIED}
+        return calling.client.chat.completions.create(model=str(SDAR), **asked | options)
+
+    wanted = {"q d x a": "a d q x", "c b a": "a b c", "m z k": "k m z"}
+    with ThreadPoolExecutor(len(wanted)) as crowd:
+        answers = list(crowd.map(sort, wanted))
+    assert [answer.choices[0].message.content for answer in answers] == list(wanted.values())
+    chunks = list(sort("q d x a", stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == "a d q x"
+    (call,) = ask(calling, "required", extra_body=VERIFIED).choices[0].message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    useless = {"vllm_xargs": VERIFIED["vllm_xargs"] | {"diffusion_accept_probability": 0.5}}
+    with pytest.raises(BadRequestError, match="is not for diffusion_acceptance 'verified'"):
+        sort("q d x a", extra_body=useless)
 
 
 def test_decision_program(calling: Server) -> None:

@@ -118,8 +118,6 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
             served.config.model_config.max_model_len,
             is_constrained=options.constrained,
         )
-        if options.acceptance == "verified":  # drafts would have to be legal
-            options = replace(options, acceptance="confidence")
     if options.mode == "autoregressive":
         options = replace(options, canvas_length=1)  # the token that is known
     if isinstance(options.prediction, str):

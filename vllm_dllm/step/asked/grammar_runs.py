@@ -4,6 +4,7 @@ A revealed token stays, so a grammar's state moves on when tokens are revealed, 
 emitted. The run is found on the host, so a step with such a canvas waits for the device.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from vllm_dllm.step.logits.canvas_logits import MaskedLogits
 
 _NONE = -1  # no token
 _ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)  # reveals one token
+_ALL = RunRule(min_tokens=1, threshold=-1.0, entropy_bound_nats=NO_BOUND)  # reveals all it can
 
 
 class LegalDraws(NamedTuple):
@@ -170,38 +172,70 @@ class GrammarRuns(CanvasGrammars):
         answer.is_cut |= run.is_cut
         return run.tokens
 
-    def legal_next_tokens(
+    def legal_verified_tokens(
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        are_verified: torch.Tensor,  # [n] bool, canvases whose rows predict the tokens behind them
-        canvas: torch.Tensor,  # [n, C] int64
+        are_verified: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies
+        canvas: torch.Tensor,  # [n, C] int64, drafts
         draws: LegalDraws,
-        tokens: torch.Tensor,  # [n, C] int64, drawn behind each row without grammars
+        tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
+        lead: int,  # how many positions ahead a row of a verified canvas predicts: 0 or 1
     ) -> torch.Tensor:
         """Returns `tokens` [n, C] int64 with legal tokens in the verified canvases that have a
-        grammar, and moves their grammars on. Rows of such a canvas are replaced up to and including
-        the first whose legal token differs from the canvas' next one. Waits for the device."""
+        grammar, and moves their grammars on by these. They go up to and including the first that
+        differs from the draft. Waits for the device."""
         if not self.any_in(batch):
             return tokens
         chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
         on_host = torch.cat((starts[:, None], are_verified.long()[:, None], canvas), dim=1).tolist()
-        for i, (start, is_verified, _, *drafted) in enumerate(on_host):
+        for i, (start, is_verified, *drafted) in enumerate(on_host):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
             if slot not in self._answers or not is_verified:
                 continue
-            answer = self._update_answer(slot, start + 1)
-            for row, draft in zip(range(length), [*drafted, _NONE], strict=False):
+            answer = self._update_answer(slot, start + lead)
+            first = 0 if answer is None else answer.position - start - lead
+            drafted += [_NONE]  # behind the last row
+            for row in range(first, length):
                 if answer is None or answer.state.has_ended or answer.position >= answer.end:
                     break
-                # If the request is preempted, its canvas begins here again.
-                answer.canvas = answer.current_mark
+                if lead:  # each token is emitted: a preempted request's canvas begins here again
+                    answer.canvas = answer.current_mark
                 run = self._reveal_run(slot, answer, draws.judge(i), row, row + 1, _ONE)
                 if run is None:
                     break
                 (chosen[i, row],) = run
-                if run[0] != draft:
+                if run[0] != drafted[row + lead]:
                     break
+        legal = self._to_device(chosen)
+        return torch.where(legal == _NONE, tokens, legal)
+
+    def legal_drafts(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        are_drafted: torch.Tensor,  # [n] bool, canvases that this step fills with a draft
+        draws: LegalDraws,
+        tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
+    ) -> torch.Tensor:
+        """Returns `tokens` [n, C] int64 with legal tokens in the drafted canvases that have a
+        grammar, as far as its path goes. Grammars stay where they are. Waits for the device."""
+        if not self.any_in(batch):
+            return tokens
+        chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
+        on_host = torch.stack((starts, are_drafted.long()), dim=1).tolist()
+        for i, (start, is_drafted) in enumerate(on_host):
+            slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
+            if slot not in self._answers or not is_drafted:
+                continue
+            answer = self._update_answer(slot, start)
+            if answer is None or answer.position >= answer.end:
+                continue
+            first, num_tokens = answer.position - start, answer.end - answer.position
+            state, judge = answer.state.copy(), draws.judge(i)
+            with suppress(StuckError):  # the step that verifies the draft gives the grammar up
+                run = reveal_run(state, judge, first, length, num_tokens, _ALL, answer.stop_token)
+                chosen[i, first : first + len(run.tokens)] = run.tokens
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)
 

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, verify_step
-from vllm_dllm.step.asked.grammar_runs import LegalDraws
+from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Found
@@ -67,15 +67,24 @@ class DraftingStep(MaskedStep):
         held: Held | None,
     ) -> Decided:
         """Drafts, or verifies drafts, for requests that ask for it. Writes `holds_draft` of their
-        slots."""
+        slots. Moves their grammars on, and then waits for the device."""
         decided, settings = super()._decide(found, draws, candidates, rules, held), found.settings
         assert isinstance(settings, MaskedStepSettings)
         if settings.is_verified is None:
             return decided
         slots, idx = self.slots, found.batch.slot_index
         is_draft, before = self.verifies(idx), slots.canvas[idx]
+        grammars = self.requests.grammars
+        assert isinstance(grammars, GrammarRuns)
+        counts = settings.is_verified & (found.numbers.is_committing == 0)
+        if found.cut is not None:
+            counts &= ~found.cut
+        tokens = grammars.legal_verified_tokens(
+            found.batch, found.starts, counts & is_draft, before, draws, candidates.tokens, lead=0
+        )
+        tokens = grammars.legal_drafts(found.batch, found.starts, counts & ~is_draft, draws, tokens)
         own = verify_step(
-            candidates.tokens,
+            tokens,
             before,
             slots.revealed[idx],
             self._counted_positions(found),

@@ -139,11 +139,11 @@ class MaskedStep(CanvasStep):
     def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
         """Returns what grammars reveal in this step, and waits for the device to find it. Returns
         None if no canvas has a grammar."""
-        grammars = self.requests.grammars
-        assert isinstance(grammars, GrammarRuns)
+        grammars, settings = self.requests.grammars, found.settings
+        assert isinstance(grammars, GrammarRuns) and isinstance(settings, MaskedStepSettings)
         skipped = found.numbers.is_committing == 1
-        if found.drafts is not None:
-            skipped |= found.drafts.are
+        if settings.is_verified is not None:
+            skipped |= settings.is_verified
         if found.cut is not None:
             skipped |= found.cut
         return grammars.reveal_runs(

@@ -94,7 +94,9 @@ class VerifiedStep(CausalStep):
         batch, ends, C = found.batch, found.numbers.end, self.canvas_length
         canvas = self.slots.canvas[batch.slot_index]
         counts = drafts.are_verified if found.cut is None else drafts.are_verified & ~found.cut
-        tokens = grammars.legal_next_tokens(batch, found.starts, counts, canvas, draws, tokens)
+        tokens = grammars.legal_verified_tokens(
+            batch, found.starts, counts, canvas, draws, tokens, lead=1
+        )
         matches = tokens[:, :-1] == canvas[:, 1:]
         if batch.valid is not None:
             matches &= batch.valid[:, 1:]
