@@ -84,6 +84,8 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise.row_stats import RowStats
     from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step, temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
+    from vllm_dllm.step.logits.canvas_logits import LogitTools
+    from vllm_dllm.step.logits.filters import RuleContext
     from vllm_dllm.step.logits.sampling_memory import SamplingMemory
     from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
     from vllm_dllm.step.logits.streamed_logits import StreamedLogits
@@ -129,9 +131,8 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
         drawn = noise.step_noise(
             keys, starts, lengths, numbers.steps_done, CANVAS, inputs.vocab_size
         )
-        logits = StreamedLogits(
-            inputs.hidden, batch, starts, tokens.best_guess, embedding, filters, memory
-        )
+        context = RuleContext(batch, starts, tokens.best_guess)
+        logits = StreamedLogits(inputs.hidden, context, LogitTools(embedding, filters, memory))
         by_row, soft = logits.read(
             scale.repeat_interleave(CANVAS)[:, None], drawn.candidate.flatten()
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules, reveal_candidates
+from vllm_dllm.denoise.masked import Candidates, GrammarReveal, MaskedRules, reveal_candidates
 
 
 class EditTokens(NamedTuple):
@@ -32,7 +32,8 @@ class Round(NamedTuple):
     hidden: torch.Tensor  # [n, C] bool
     original: torch.Tensor  # [n, C] bool, masks that the block began with, wherever they moved
     post_steps: torch.Tensor  # [n] int64, consecutive steps, up to this, without an original mask
-    is_last: torch.Tensor  # [n] bool, reveals all and neither deletes nor inserts
+    is_last: torch.Tensor  # [n] bool, blocks of which this step reveals all positions
+    keeps_places: torch.Tensor  # [n] bool, blocks in which it neither deletes nor inserts
 
 
 def begin_round(
@@ -44,16 +45,18 @@ def begin_round(
     most_post_steps: torch.Tensor,  # [n] int64, at least 1
     most_steps: int,
     mask_id: int,
+    has_grammar: torch.Tensor | None,  # [n] bool; None: no block has a grammar
 ) -> Round:
     """Returns what a step knows of its blocks: which positions are hidden, which of them since the
-    block began, and whether the step is the block's last."""
+    block began, whether the step is the block's last, and whether tokens keep their places."""
     hidden = canvas == mask_id
     if valid is not None:
         hidden &= valid
     original = torch.where(steps_done[:, None] == 0, hidden, original)
     post_steps = torch.where((hidden & original).any(dim=-1), 0, post_steps + 1)
     is_last = (post_steps >= most_post_steps) | (steps_done + 1 >= most_steps)
-    return Round(canvas, valid, hidden, original, post_steps, is_last)
+    keeps_places = is_last if has_grammar is None else is_last | has_grammar
+    return Round(canvas, valid, hidden, original, post_steps, is_last, keeps_places)
 
 
 def write_candidates(
@@ -64,7 +67,8 @@ def write_candidates(
     rules: MaskedRules,
     reveals_all: torch.Tensor,  # [n] bool, whatever the rules say
     edit_threshold: torch.Tensor,  # [n] fp32
-    held: Held | None,  # None: no block has a grammar. Those that have are not edited
+    by_grammar: GrammarReveal
+    | None,  # None: no block has a grammar. Those that have are not edited
     edit_tokens: EditTokens,
 ) -> torch.Tensor:
     """Returns [n, C] int64: the canvas with this step's candidates written, delete and split tokens
@@ -77,13 +81,12 @@ def write_candidates(
     changed = ~hidden & is_likely & (candidates.tokens != found.canvas)
     if found.valid is not None:
         changed &= found.valid
-    stays = found.is_last if held is None else found.is_last | held.is_ruled
     moves = (candidates.tokens == edit_tokens.delete) | (candidates.tokens == edit_tokens.split)
-    tokens = torch.where(stays[:, None] & moves, otherwise, candidates.tokens)
-    if held is not None:
-        shown = torch.where(held.is_chosen[:, None], hidden & held.revealed, shown)
-        tokens = torch.where(held.tokens >= 0, held.tokens, tokens)
-        changed &= ~held.is_ruled[:, None]
+    tokens = torch.where(found.keeps_places[:, None] & moves, otherwise, candidates.tokens)
+    if by_grammar is not None:
+        shown = torch.where(by_grammar.is_chosen[:, None], hidden & by_grammar.revealed, shown)
+        tokens = torch.where(by_grammar.tokens >= 0, by_grammar.tokens, tokens)
+        changed &= ~by_grammar.is_ruled[:, None]
     return torch.where(shown | changed, tokens, found.canvas)
 
 

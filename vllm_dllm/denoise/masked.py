@@ -49,7 +49,7 @@ class Edits(NamedTuple):
     steps_done: torch.Tensor  # int64, steps so far that found nothing hidden
 
 
-class Held(NamedTuple):
+class GrammarReveal(NamedTuple):
     """What grammars reveal in this step, in place of the rules."""
 
     is_ruled: torch.Tensor  # [n] bool, canvases with a grammar; their revealed tokens stay
@@ -119,7 +119,7 @@ def masked_step(
     stops: torch.Tensor | None = None,  # [n, K] int64, stop tokens, behind which a canvas need not
     # be revealed; None: it must be, everywhere
     parts: torch.Tensor | None = None,  # [n, C] int64, rising: parts are revealed one after another
-    held: Held | None = None,  # None: no canvas has a grammar
+    by_grammar: GrammarReveal | None = None,  # None: no canvas has a grammar
     ahead: Ahead | None = None,  # None: nothing is revealed behind the first unfinished part
 ) -> MaskedOutcome:
     """Reveals hidden positions, replaces revealed tokens where edits allow it, and judges which
@@ -137,9 +137,9 @@ def masked_step(
         found |= hidden_ahead(hidden, parts, ahead) & (
             candidates.probability > ahead.threshold[:, None]
         )
-    if held is not None:
-        found = torch.where(held.is_chosen[:, None], hidden & held.revealed, found)
-        chosen = torch.where(held.tokens >= 0, held.tokens, candidates.tokens)
+    if by_grammar is not None:
+        found = torch.where(by_grammar.is_chosen[:, None], hidden & by_grammar.revealed, found)
+        chosen = torch.where(by_grammar.tokens >= 0, by_grammar.tokens, candidates.tokens)
         candidates = candidates._replace(tokens=chosen)
     changed = None if edits is None else changed_tokens(candidates, canvas, revealed, edits)
     kept = revealed if changed is None else revealed & ~changed

@@ -61,9 +61,11 @@ class StepOutcome(NamedTuple):
     accepted: torch.Tensor  # [n, C] bool
     state: CanvasState
     finished: torch.Tensor  # [n] bool, for one of the two reasons below, or at the step cap
-    converged: torch.Tensor | None  # [n] bool, the best guess has not changed and the model is sure
-    # of it, or a grammar's has not changed for `AT_REST` steps; None: no canvas is judged by that
-    revealed: torch.Tensor | None  # [n] bool, nothing is hidden any more; None: nothing ever was
+    converged: torch.Tensor | None = None  # [n] bool, the best guess has not changed and the model
+    # is sure of it, or a grammar's has not changed for `AT_REST` steps; None: no canvas is judged
+    # by that
+    revealed: torch.Tensor | None = None  # [n] bool, nothing is hidden any more; None: nothing ever
+    # was
 
 
 def denoise_step(

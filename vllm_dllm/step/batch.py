@@ -150,6 +150,16 @@ class CanvasBatch:
     def num_canvases(self) -> int:
         return len(self.requests_np)
 
+    @property
+    def num_rows(self) -> int:
+        """Returns how many rows all canvases have."""
+        return int(self.lengths_np.sum())
+
+    @property
+    def lengths_with_copies(self) -> torch.Tensor:
+        """Returns [n] int64: how many rows each canvas has, with the rows behind it."""
+        return self.lengths if self.behind is None else self.lengths + self.behind
+
     @cached_property
     def valid(self) -> torch.Tensor | None:
         """Returns [n, C] bool: positions that are part of their canvas. Returns None if all are."""

@@ -1,4 +1,4 @@
-"""What a step knows of its canvases, from stage to stage: found, denoised, settled, advanced."""
+"""What a step knows of its canvases, from stage to stage: inputs, denoised, settled, result."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import StepOutcome
-from vllm_dllm.step.asked.logprob_tensors import Placed
+from vllm_dllm.step.asked.logprob_tensors import Placements
 from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.asked.settings import StepSettings
 from vllm_dllm.step.batch import CanvasBatch
@@ -20,12 +20,12 @@ class Drafts(NamedTuple):
     """Says which canvases are drafts, whose tokens the model decides causally (see
     `verified_step`)."""
 
-    are_np: np.ndarray  # [n] bool, canvases that are drafts
-    are: torch.Tensor  # [n] bool, the same on the device
-    are_verified: torch.Tensor  # [n] bool, drafts that this step verifies, not makes
+    is_draft_np: np.ndarray  # [n] bool
+    is_draft: torch.Tensor  # [n] bool, the same on the device
+    is_verified: torch.Tensor  # [n] bool, drafts that this step verifies, not makes
 
 
-class Found(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step reads of its n canvases. Tensors may be views of the slots: they must not be read
     after the step has written the slots."""
 
@@ -36,15 +36,27 @@ class Found(NamedTuple):
     block_ends: torch.Tensor  # [n] int64, absolute position after its last token
     stops: torch.Tensor  # [n, K] int64, stop tokens
     settings: StepSettings | MaskedStepSettings
-    cut: torch.Tensor | None  # [n] bool, canvases whose step is taken back; None: surely none
-    earlier: dict[str, torch.Tensor] | None  # `copy_progress` before the step; None with `cut`
+    cut: torch.Tensor | None = (
+        None  # [n] bool, canvases whose step is taken back; None: surely none
+    )
+    earlier: dict[str, torch.Tensor] | None = None  # `copy_progress` before the step; None with
+    # `cut`
     drafts: Drafts | None = None  # None: no canvas is a draft
 
+    @property
+    def commits(self) -> torch.Tensor:
+        """Returns [n] bool: canvases that this step commits."""
+        return self.numbers.is_committing == 1
 
-class Verified(NamedTuple):
+    @property
+    def skips_grammars(self) -> torch.Tensor:
+        """Returns [n] bool: canvases that are committed, or whose step is taken back."""
+        return self.commits if self.cut is None else self.commits | self.cut
+
+
+class VerifiedDrafts(NamedTuple):
     """What a step makes of drafts. Rows of canvases that are no drafts have no meaning."""
 
-    drafts: Drafts
     tokens: torch.Tensor  # [n, C] int64, accepted tokens of drafts that are verified now
     emitted: torch.Tensor  # [n] int64, how many tokens join the answer
     next_token: torch.Tensor  # [n] int64, the first token of the next canvas
@@ -63,8 +75,8 @@ class Denoised(NamedTuple):
     revealed: torch.Tensor | None  # [n, C] bool, positions that keep their tokens; None: none do
     is_committed: torch.Tensor | None = None  # [n] bool, finished blocks whose keys and values in
     # the cache are those of a commit already; None: no block's are
-    placed: Placed | None = None  # None: no request asks for it
-    verified: Verified | None = None  # None: no canvas is a draft
+    placements: Placements | None = None  # None: no request asks for it
+    verified: VerifiedDrafts | None = None  # None: no canvas is a draft
 
 
 class Settled(NamedTuple):
@@ -81,7 +93,7 @@ class Settled(NamedTuple):
     committed: torch.Tensor | None  # [n] int64, emitted tokens that no later step computes again
 
 
-class Advanced(NamedTuple):
+class StepResult(NamedTuple):
     """What a step made of its n canvases."""
 
     best_guess: torch.Tensor  # [n, C] int

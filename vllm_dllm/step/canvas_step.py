@@ -20,12 +20,13 @@ from vllm_dllm.config.step_sizes import narrowed_width
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
+from vllm_dllm.step.canvas_stages import Denoised, Settled, StepInputs, StepResult
+from vllm_dllm.step.logits.canvas_logits import LogitTools
 from vllm_dllm.step.logits.sampling_memory import SamplingMemory
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.settling import Settling
-from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
+from vllm_dllm.step.slots import CanvasSlots
 from vllm_dllm.step.watched.canvas_sender import StepCanvases
 from vllm_dllm.step.watched.counted import count_canvases
 
@@ -55,7 +56,7 @@ class CanvasStep(ABC):
         self.device = device
         self.fuses = device.type == "cuda"  # runs Triton kernels in place of small operations
 
-        self.batch: CanvasBatch | None = None  # set from `begin_step` to `advance`
+        self.batch: CanvasBatch | None = None  # set from `begin_step` to `take_batch`
         self._numbers: CanvasNumbers | None = None  # set from `advance` to `take_numbers`
         self.slots = CanvasSlots(
             sampler.req_states.draft_tokens[:, : self.canvas_length],
@@ -71,12 +72,15 @@ class CanvasStep(ABC):
             self.extension.self_conditioning_tolerance,
             self.extension.self_conditioning_top_k,
         )
+        self.logit_tools = LogitTools(self.soft_embedding, self.requests.filters, self.memory)
 
     @abstractmethod
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         """Returns the requests' state, with the settings of the model's kind of canvas."""
 
-    def num_recomputed(self, input_batch: InputBatch) -> torch.Tensor | None:
+    def num_recomputed(
+        self, batch: CanvasBatch | None, input_batch: InputBatch
+    ) -> torch.Tensor | None:
         """Returns [num_reqs] int64: how many of each request's known tokens in this step the next
         step computes again. Returns None if there are none, as in this class."""
         return None
@@ -88,15 +92,19 @@ class CanvasStep(ABC):
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
 
-    def start_canvases(
+    def take_batch(self) -> CanvasBatch | None:
+        """Returns the canvases of the step, and sets `batch` to None. Called after the forward."""
+        batch, self.batch = self.batch, None
+        return batch
+
+    def start_canvases(  # noqa: B027
         self,
-        source: torch.Tensor,  # [rows, V], or hidden states
+        batch: CanvasBatch | None,
+        source: torch.Tensor,  # [rows, V] fp32; the rows of `batch` come first
         input_batch: InputBatch,
-    ) -> torch.Tensor:
-        """Hook for canvases whose first token comes from the prefill's logits. Called after the
-        forward, before `advance`. Returns the rows of `source` that belong to canvases; in this
-        class all do."""
-        return source
+    ) -> None:
+        """Hook: writes the first tokens of canvases into their slots, if the prefill's logits
+        predict these. Called after the forward, before `advance`. Does nothing in this class."""
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -106,79 +114,66 @@ class CanvasStep(ABC):
 
     def advance(
         self,
+        batch: CanvasBatch,
         source: torch.Tensor,  # [rows, V] fp32 soft-capped logits, or [rows, H] hidden states
         input_batch: InputBatch,
-    ) -> Advanced:
-        """Denoises or commits each canvas that `begin_step` found, and writes its slot. Called
-        after the forward, only if the step has canvases."""
-        batch = self._take_batch()
+    ) -> StepResult:
+        """Denoises or commits each canvas of `batch`, and writes its slot. Called after the
+        forward, only if the step has canvases."""
         return self._denoise_and_settle(self._read_slots(batch, input_batch), source, input_batch)
 
-    def _take_batch(self) -> CanvasBatch:
-        """Returns the step's batch and sets `batch` to None."""
-        batch, self.batch = self.batch, None
-        assert batch is not None, "begin comes first"
-        return batch
-
     def _denoise_and_settle(
-        self, found: Found, source: torch.Tensor, input_batch: InputBatch
-    ) -> Advanced:
+        self, inputs: StepInputs, source: torch.Tensor, input_batch: InputBatch
+    ) -> StepResult:
         """Denoises or commits the canvases, writes their slots, and shows and counts them for those
         who asked. Returns what the step made of them."""
-        batch = found.batch
-        denoised = self._denoise(found, source)
-        settled = self.settling.settle(found, denoised)
-        drafts = None if denoised.verified is None else denoised.verified.drafts
+        batch = inputs.batch
+        denoised = self._denoise(inputs, source)
+        settled = self.settling.settle(inputs, denoised)
+        guess = denoised.outcome.state.best_guess
         # Before anything is written: it may apply the step's rules again.
         logprobs = self.requests.logprobs.report(
+            batch,
             denoised.logits,
             denoised.row_temperature,
-            settled.best_guess if drafts is not None else denoised.outcome.state.best_guess,
-            batch,
-            input_batch.num_reqs,
-            settled.at_once,
-            found.cut,
-            denoised.placed,
-            None if drafts is None else drafts.are_np,
+            guess if inputs.drafts is None else settled.best_guess,
+            num_reqs=input_batch.num_reqs,
+            at_once=settled.at_once,
+            cut=inputs.cut,
+            placements=denoised.placements,
+            are_drafts=None if inputs.drafts is None else inputs.drafts.is_draft_np,
         )
-        canvas = self.settling.write_slots(found, denoised, settled)
-        if found.cut is not None and found.earlier is not None:
-            self.slots.restore_progress(batch.slot_index, found.cut, found.earlier)
+        canvas = self.settling.write_slots(inputs, denoised, settled)
+        if inputs.cut is not None and inputs.earlier is not None:
+            self.slots.restore_progress(batch.slot_index, inputs.cut, inputs.earlier)
             self.requests.grammars.apply_staged_writes(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if self.requests.observers.are_watching(batch):
-            outcome = denoised.outcome
-            shown = StepCanvases(
-                tokens=outcome.state.best_guess,
-                accepted=outcome.accepted,
-                next_canvas=canvas,
-                entropy_nats=denoised.stats.entropy_nats,
-                step=outcome.state.steps_done,
-                temperature=denoised.temperature,
-                start=found.starts,
-                denoises=settled.denoises,
-                finished=settled.finished,
-            )
+            shown = _show_canvases(inputs, denoised, settled, canvas)
             self.requests.observers.show_step(shown, batch, input_batch.req_ids)
-        cut = self.requests.grammars.cut_answers(batch)
-        says_more = denoised.is_committed is not None or drafts is not None or cut
-        if self.requests.are_counted or says_more:
-            self._numbers = count_canvases(
-                batch,
-                denoised.outcome,
-                denoised.stats.entropy_nats,
-                settled.denoises,
-                denoised.is_committed,
-                None if drafts is None else drafts.are_verified,
-                cut,
-            )
+        self._count(inputs, denoised, settled)
         rejected = batch.lengths
         if settled.committed is not None:
             rejected = rejected - settled.committed
-        return Advanced(settled.best_guess, settled.emitted, rejected, logprobs)
+        return StepResult(settled.best_guess, settled.emitted, rejected, logprobs)
+
+    def _count(self, inputs: StepInputs, denoised: Denoised, settled: Settled) -> None:
+        """Sets `_numbers` to the step's numbers, if somebody counts or an answer needs them."""
+        cut = self.requests.grammars.cut_answers(inputs.batch)
+        needs_numbers = denoised.is_committed is not None or inputs.drafts is not None or cut
+        if self.requests.are_counted or needs_numbers:
+            self._numbers = count_canvases(
+                inputs.batch,
+                denoised.outcome,
+                denoised.stats.entropy_nats,
+                settled.denoises,
+                is_committed=denoised.is_committed,
+                is_verified=None if inputs.drafts is None else inputs.drafts.is_verified,
+                cut=cut,
+            )
 
     @abstractmethod
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+    def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Returns the outcome of a denoise step for each canvas. Leaves the slots' progress to
         `Settling`."""
 
@@ -188,39 +183,32 @@ class CanvasStep(ABC):
         numbers, self._numbers = self._numbers, None
         return numbers
 
-    def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+    def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> StepInputs:
         """Reads the slots of a step's canvases. Finds canvases whose step is taken back, since they
         were cut or their grammar is not compiled, and copies what to restore."""
         slots, idx = self.slots, batch.slot_index
-        numbers = slots.read_numbers(idx)
         block_ends = input_batch.seq_lens[batch.request_index]
         if batch.behind is not None:
             block_ends = block_ends - batch.behind
-        starts = block_ends - batch.lengths
         num_stops = slots.num_stops[batch.slots_np].max()
-        cut = self._cut_canvases(batch, numbers, starts, input_batch)
+        inputs = StepInputs(
+            batch=batch,
+            numbers=slots.read_numbers(idx),
+            tokens=slots.read_tokens(idx),
+            starts=block_ends - batch.lengths,
+            block_ends=block_ends,
+            stops=slots.stop_tokens[idx][:, :num_stops],
+            settings=self.requests.settings.for_batch(batch),
+        )
+        cut = self._cut_canvases(inputs, input_batch)
         compiling = self.requests.grammars.still_compiling(batch)
         if compiling is not None:
             cut = compiling if cut is None else cut | compiling
-        return Found(
-            batch,
-            numbers,
-            slots.read_tokens(idx),
-            starts,
-            block_ends,
-            slots.stop_tokens[idx][:, :num_stops],
-            self.requests.settings.for_batch(batch),
-            cut,
-            None if cut is None else slots.copy_progress(idx),
-        )
+        if cut is None:
+            return inputs
+        return inputs._replace(cut=cut, earlier=slots.copy_progress(idx))
 
-    def _cut_canvases(
-        self,
-        batch: CanvasBatch,
-        numbers: SlotNumbers,
-        starts: torch.Tensor,  # [n] int64
-        input_batch: InputBatch,
-    ) -> torch.Tensor | None:
+    def _cut_canvases(self, inputs: StepInputs, input_batch: InputBatch) -> torch.Tensor | None:
         """Returns [n] bool: canvases of which the scheduler ran too few or too many rows. It runs
         too few for lack of token budget. It runs too many if it did not know yet that a block had
         ended. Returns None if surely no canvas is cut.
@@ -228,6 +216,7 @@ class CanvasStep(ABC):
         The step of a cut canvas is taken back, and the canvas is scheduled again. A canvas that
         ends where the context ends is not cut.
         """
+        batch, numbers = inputs.batch, inputs.numbers
         slots = batch.slots_np
         most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]
         if (most_ends <= self.slots.host_values("fitted_end", slots)).all() and (
@@ -235,6 +224,27 @@ class CanvasStep(ABC):
             or (batch.lengths_np == self.slots.host_values("width", slots)).all()
         ):
             return None
-        room = self.max_model_len - starts
-        width = torch.minimum(numbers.width, narrowed_width(numbers.fitted_end - starts))
+        room = self.max_model_len - inputs.starts
+        width = torch.minimum(numbers.width, narrowed_width(numbers.fitted_end - inputs.starts))
         return batch.lengths != torch.minimum(width, room)
+
+
+def _show_canvases(
+    inputs: StepInputs,
+    denoised: Denoised,
+    settled: Settled,
+    next_canvas: torch.Tensor,  # [n, C] int64, what the next denoise step would read
+) -> StepCanvases:
+    """Returns what a step did to its canvases, for those who watch."""
+    outcome = denoised.outcome
+    return StepCanvases(
+        tokens=outcome.state.best_guess,
+        accepted=outcome.accepted,
+        next_canvas=next_canvas,
+        entropy_nats=denoised.stats.entropy_nats,
+        step=outcome.state.steps_done,
+        temperature=denoised.temperature,
+        start=inputs.starts,
+        denoises=settled.denoises,
+        finished=settled.finished,
+    )

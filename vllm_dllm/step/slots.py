@@ -79,6 +79,7 @@ class CanvasSlots:
         self.numbers = zeros(R, len(SlotNumbers._fields), dtype=torch.int64)
         self.columns = SlotNumbers(*self.numbers.unbind(dim=-1))  # views of all slots
         self.tokens = zeros(R, len(SlotTokens._fields), C, dtype=torch.int64)  # `SlotTokens`
+        self.best_guess, self.first_canvas = self.tokens.unbind(dim=1)  # views of all slots
         # [R, C, H] model dtype: expected embedding of last step's softmax
         self.soft_embeds = zeros(R, C, hidden_size, dtype=dtype)
         self.pinned = zeros(R, C, dtype=torch.bool)  # positions held at `first_canvas`
@@ -159,19 +160,9 @@ class CanvasSlots:
         write."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
-    def last_guess(self, idx: Index) -> torch.Tensor:
-        """Returns [n, C] int64: the last step's best guesses in the slots `idx` [n]; of a slice, a
-        view."""
-        return self.tokens[idx, 0]
-
     def is_committing(self, idx: Index) -> torch.Tensor:
         """Returns [n] bool: slots `idx` whose canvas the next forward commits."""
-        return self.numbers[idx, _COLUMN["is_committing"]] == 1
-
-    def symmetric_window(self, idx: Index) -> torch.Tensor:
-        """Returns [n] int64: 1 for slots `idx` with the symmetric window rule, 0 for the reference
-        rule."""
-        return self.numbers[idx, _COLUMN["symmetric_window"]]
+        return self.columns.is_committing[idx] == 1
 
     def write_progress(
         self,
@@ -183,18 +174,9 @@ class CanvasSlots:
     ) -> None:
         """Overwrites the progress of the slots `idx` [n] with what a step leaves for the next
         one."""
-        self.tokens[idx, 0] = best_guess
+        self.best_guess[idx] = best_guess
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
-
-    def write_first_guess(
-        self,
-        idx: Index,
-        tokens: torch.Tensor,  # [n, C] int64; NO_TOKEN: none
-    ) -> None:
-        """Overwrites the best guess that the first step of a canvas in the slots `idx` [n] is
-        compared with."""
-        self.tokens[idx, 0] = tokens
 
     def pin_tokens(
         self,
@@ -203,7 +185,7 @@ class CanvasSlots:
         positions: torch.Tensor,  # [k] int64
     ) -> None:
         """Pins `positions` of a slot's first canvas to the tokens that `first_canvas` has there."""
-        self.tokens[slot, -1, : len(first_canvas)] = first_canvas
+        self.first_canvas[slot, : len(first_canvas)] = first_canvas
         self.pinned[slot].index_fill_(0, positions, True)
 
     def copy_progress(self, idx: Index) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from vllm_dllm.denoise.masked import (
     Ahead,
     Candidates,
     Edits,
-    Held,
+    GrammarReveal,
     MaskedRules,
     draw_candidates,
     even_share,
@@ -147,7 +147,7 @@ def test_a_grammar_says_what_is_revealed() -> None:
         torch.tensor([[0.1, 0.2, 0.3, 0.9]]).expand(n, C),
         torch.ones(n, C),
     )
-    held = Held(
+    by_grammar = GrammarReveal(
         is_ruled=torch.tensor([False, True, True]),
         is_chosen=torch.tensor([False, True, False]),
         revealed=torch.tensor([[False] * 4, [False, True, True, False], [False] * 4]),
@@ -155,7 +155,7 @@ def test_a_grammar_says_what_is_revealed() -> None:
     )
     rules = MaskedRules(*(column.expand(n) for column in rules_of("dynamic", 1, 0.8, 0.0)))
     outcome = masked_step(
-        candidates, canvas, canvas != mask_id, None, rules, None, mask_id, held=held
+        candidates, canvas, canvas != mask_id, None, rules, None, mask_id, by_grammar=by_grammar
     )
     hidden = mask_id
     assert outcome.canvas.tolist() == [

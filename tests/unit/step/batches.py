@@ -13,6 +13,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.filters import RuleContext
 
 
 def input_batch(
@@ -73,16 +74,12 @@ class Filters:
     def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
         return [] if self.rules is None and self.top_p is None else self.canvases
 
-    def rules_of_canvas(
-        self,
-        i: int,
-        batch: CanvasBatch,
-        start: torch.Tensor,
-        guess: torch.Tensor,
-        kept: None = None,
-        lead: None = None,
-    ) -> CanvasRules:
-        return CanvasRules(self.rules or LogitRules(), start, guess, torch.full((2,), NO_TOKEN))
+    def rules_of_request(self, i: int, batch: CanvasBatch) -> LogitRules:
+        return self.rules or LogitRules()
+
+    def rules_of_canvas(self, i: int, context: RuleContext) -> CanvasRules:
+        rules, before = self.rules_of_request(i, context.batch), torch.full((2,), NO_TOKEN)
+        return CanvasRules(rules, context.starts[i], context.guesses[i], before)
 
     def truncate(self, scaled: torch.Tensor, batch: CanvasBatch, rows: slice) -> torch.Tensor:
         if self.top_p is None:

@@ -192,7 +192,7 @@ def test_a_forward_without_canvases_makes_whole_logits(worker: GetWorker, stream
     one.stepping.begin_step(one._batch({"a": C}, late=0))
     assert not one.stepping.reads_hidden_states
     one.stepping.begin_step(one._batch({"a": 3 * C}, late=0))
-    one.stepping._take_batch()
+    one.stepping.take_batch()
     assert not one.stepping.reads_hidden_states
 
 

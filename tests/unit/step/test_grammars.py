@@ -17,6 +17,7 @@ from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked import grammars
 from vllm_dllm.step.asked.grammars import HELD_STEPS, CanvasGrammars
+from vllm_dllm.step.logits.filters import RuleContext
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
 BLOCK = [21, 22, 23, 24]
@@ -242,7 +243,8 @@ def test_how_long_a_canvas_is_held(patient: GetWorker, steps_done: int, reveals:
     assert batch is not None
     source, numbers = noise(2 * C), torch.tensor([0, steps_done])
     starts, none = torch.tensor([C, C]), torch.zeros(2, dtype=torch.bool)
-    logits = one.stepping._wrap_logits(source, batch, starts, torch.full((2, C), -1))
+    context = RuleContext(batch, starts, torch.full((2, C), -1))
+    logits = one.stepping._wrap_logits(source, context)
     reveal = None
     if reveals:
         chosen, shown = torch.tensor([False, True]), torch.zeros(2, C, dtype=torch.bool)

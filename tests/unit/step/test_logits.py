@@ -14,7 +14,8 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.step.logits import soft_embedding
-from vllm_dllm.step.logits.canvas_logits import WholeLogits
+from vllm_dllm.step.logits.canvas_logits import LogitTools, WholeLogits
+from vllm_dllm.step.logits.filters import RuleContext
 from vllm_dllm.step.logits.sampling_memory import SamplingMemory, most_step_bytes
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.logits.streamed_logits import (
@@ -59,7 +60,8 @@ def make(
     starts = torch.tensor([5, 50, 500])
     batch, embedding = canvas_batch(C, LENGTHS), SoftEmbedding(model, **soft)
     memory = SamplingMemory(budget)
-    return kind(source, batch, starts, guesses, embedding, Filters(rules), memory)
+    context = RuleContext(batch, starts, guesses)
+    return kind(source, context, LogitTools(embedding, Filters(rules), memory))
 
 
 def read(logits: WholeLogits | StreamedLogits):

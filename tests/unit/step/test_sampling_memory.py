@@ -15,7 +15,9 @@ from vllm_dllm.compat import logprobs
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.logit_rules import LogitRules, Penalties
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
-from vllm_dllm.step.logits.canvas_logits import MaskedLogits
+from vllm_dllm.step.logits.canvas_logits import LogitTools, WholeLogits
+from vllm_dllm.step.logits.filters import RuleContext
+from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws
 from vllm_dllm.step.logits.sampling_memory import (
     SamplingMemory,
     most_step_bytes,
@@ -56,7 +58,8 @@ def logits_of(
     starts = torch.zeros(num_canvases, dtype=torch.int64)
     batch, embedding = canvas_batch(C, [C] * num_canvases), SoftEmbedding(model, **soft)
     memory = SamplingMemory(BUDGET)
-    return StreamedLogits(hidden, batch, starts, guesses, embedding, filters, memory)
+    context = RuleContext(batch, starts, guesses)
+    return StreamedLogits(hidden, context, LogitTools(embedding, filters, memory))
 
 
 def read(logits: StreamedLogits) -> None:
@@ -127,12 +130,14 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
     filters = Filters(rules, 0.9 if asked == "top_p" else None, ALL)
 
     def use() -> None:
-        made = MaskedLogits(source, batch, starts, guesses, embedding, filters, memory)
+        context = RuleContext(batch, starts, guesses)
+        tools = LogitTools(embedding, filters, memory)
         temperature, draw = torch.full((ROWS, 1), 0.6), torch.rand(ROWS, dtype=torch.float64)
         if kind == "masked":
-            made.draw(temperature, draw, torch.zeros(ROWS, dtype=torch.bool))
+            made = MaskedLogits(source, context, tools)
+            RowDraws(made, temperature, draw, torch.zeros(ROWS, dtype=torch.bool)).draw_all()
         else:
-            made.read(temperature, draw)
+            WholeLogits(source, context, tools).read(temperature, draw)
 
     use()
     held = source.nbytes + peak_bytes(use)

@@ -9,12 +9,12 @@ import torch
 from tests import tolerances
 from tests.unit.step.worker import MASK, C, V, Worker, noise, sure
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.seeded_step import CausalStep
 from vllm_dllm.step.masked.shifted_step import ShiftedStep
+from vllm_dllm.step.masked.verified_step import VerifiedStep
 
 GetWorker = Callable[..., Worker]
 FAMILIES: dict[str, tuple[type[MaskedStep], str]] = {
-    "causal": (CausalStep, "NemotronLabsDiffusionModel"),
+    "causal": (VerifiedStep, "NemotronLabsDiffusionModel"),
     "shifted": (ShiftedStep, "Fast_dLLM_QwenForCausalLM"),
 }
 BLOCK, NEXT = [21, 22, 23, 24], [31, 32, 33, 34]

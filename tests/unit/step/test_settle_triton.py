@@ -19,7 +19,7 @@ from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced
+from vllm_dllm.step.canvas_stages import StepResult
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
@@ -72,7 +72,7 @@ class Step(UniformStep):
             find_predicted=lambda batch: None,
             has_pins=lambda batch: False,
             expect_next_blocks=lambda *of_blocks: None,
-            report=lambda *of_canvases: None,
+            report=lambda *of_canvases, **of_step: None,
             are_watching=lambda batch: False,
             count_emitted=lambda *of_blocks: None,
             apply_staged_writes=lambda within_s: None,
@@ -147,10 +147,10 @@ def step_of(seed: int, slots: list[int], widths: list[int], *flags: bool) -> Ste
     return step
 
 
-def take(step: Step) -> Advanced:
+def take(step: Step) -> StepResult:
     soft_rows = step.soft_rows
     step.soft_rows = soft_rows.clone()
-    return step.advance(soft_rows, step.input_batch)
+    return step.advance(step.batch, soft_rows, step.input_batch)
 
 
 @pytest.fixture(autouse=True, scope="module")

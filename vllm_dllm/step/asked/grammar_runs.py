@@ -5,87 +5,22 @@ emitted. The run is found on the host, so a step with such a canvas waits for th
 """
 
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_dllm.denoise.masked import NO_BOUND, Candidates, Held, MaskedRules
-from vllm_dllm.grammar.revealed_run import ChooseCandidate, RowCandidate, RunRule, reveal_run
+from vllm_dllm.denoise.masked import NO_BOUND, GrammarReveal, MaskedRules
+from vllm_dllm.grammar.revealed_run import ChooseCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked.answer import Answer
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import MaskedLogits
+from vllm_dllm.step.logits.masked_logits import RowDraws
 
 _NONE = -1  # no token
 _ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)  # reveals one token
 _ALL = RunRule(min_tokens=1, threshold=-1.0, entropy_bound_nats=NO_BOUND)  # reveals all it can
-
-
-class LegalDraws(NamedTuple):
-    """The logits of a step's rows, and the temperatures and noise by which tokens are drawn from
-    them, among all tokens or among legal ones."""
-
-    logits: MaskedLogits
-    row_temperature: torch.Tensor  # [rows, 1] fp32
-    uniform: torch.Tensor | None  # [rows] float64; None: all are greedy
-    is_greedy: torch.Tensor  # [rows] bool
-    judges_unscaled: bool  # see `MaskedLogits.draw`
-
-    def draw_all(self) -> Candidates:
-        """Draws a candidate from every row, among all tokens. Returns fields [rows]."""
-        return self.logits.draw(
-            self.row_temperature,
-            self.uniform,
-            self.is_greedy,
-            judges_unscaled=self.judges_unscaled,
-        )
-
-    def draw_all_without(self, excluded: torch.Tensor) -> torch.Tensor:
-        """Returns [rows] int64: a token drawn from every row, none of them in `excluded` [m]
-        int64."""
-        num_rows = len(self.is_greedy)
-        rows = torch.arange(num_rows, device=excluded.device)
-        return self._draw_without(rows, excluded.expand(num_rows, -1), self.uniform)
-
-    def draw_rows_without(
-        self,
-        rows: torch.Tensor,  # [k] int64
-        excluded: torch.Tensor,  # [k, m] int64
-        uniform: torch.Tensor,  # [k] float64
-    ) -> torch.Tensor:
-        """Returns [k] int64: a token drawn from each of `rows`, outside those that the row
-        excludes."""
-        return self._draw_without(rows, excluded, None if self.uniform is None else uniform)
-
-    def _draw_without(
-        self, rows: torch.Tensor, excluded: torch.Tensor, uniform: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self.logits.draw_without(
-            rows, excluded, self.row_temperature, uniform, self.is_greedy
-        )
-
-    def judge(self, i: int) -> ChooseCandidate:
-        """Returns a function that takes a row of canvas i and a set of tokens, and draws one of
-        them with its probability and the row's entropy. Each of its calls waits for the device."""
-        return partial(self._judge_row, self.logits.batch.rows_of(i).start)
-
-    def _judge_row(self, first: int, row: int, words: np.ndarray | None) -> RowCandidate:
-        """Draws a token of the set `words` from row `first + row`; None: among all tokens. Returns
-        it with its probability and the row's entropy in nats. Waits for the device."""
-        drawn = self.logits.draw_legal(
-            first + row,
-            words,
-            self.row_temperature,
-            self.uniform,
-            self.is_greedy,
-            judges_unscaled=self.judges_unscaled,
-        )
-        # Tokens are below 2 ** 53.
-        token, probability, entropy = torch.stack([column[0].double() for column in drawn]).tolist()
-        return RowCandidate(int(token), probability, entropy)
 
 
 class GrammarRuns(CanvasGrammars):
@@ -102,9 +37,9 @@ class GrammarRuns(CanvasGrammars):
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
         skipped: torch.Tensor,  # [n] bool, canvases that are committed, or whose step is taken back
         rules: MaskedRules,  # fields [n]
-        draws: LegalDraws,
+        draws: RowDraws,
         part_length: int | None,  # positions of a part, see `RunRule`; None: a canvas is one part
-    ) -> Held | None:
+    ) -> GrammarReveal | None:
         """Finds the legal run that this step reveals in each canvas with a grammar, and moves the
         grammars on by these runs. Returns None if no request of the batch has a grammar. Waits for
         the device. A grammar without a legal path is given up, with an error in the log."""
@@ -125,12 +60,12 @@ class GrammarRuns(CanvasGrammars):
                 continue
             rule = RunRule(int(least), threshold, entropy_bound, part_length, int(begin) % C)
             length = int(batch.lengths_np[i])
-            run = self._reveal_in_canvas(slot, int(begin), length, draws.judge(i), rule)
+            run = self._reveal_in_canvas(slot, int(begin), length, draws.legal_in_canvas(i), rule)
             if run is not None:
                 first, end = run.first, run.first + len(run.tokens)
                 is_held[i], tokens[i, first:end] = True, run.tokens
                 revealed[i, first : length if run.is_last else end] = True
-        return Held(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
+        return GrammarReveal(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
 
     def _reveal_in_canvas(
         self, slot: int, begin: int, length: int, judge: ChooseCandidate, rule: RunRule
@@ -178,7 +113,7 @@ class GrammarRuns(CanvasGrammars):
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
         are_verified: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies
         canvas: torch.Tensor,  # [n, C] int64, drafts
-        draws: LegalDraws,
+        draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
         lead: int,  # how many positions ahead a row of a verified canvas predicts: 0 or 1
     ) -> torch.Tensor:
@@ -201,7 +136,7 @@ class GrammarRuns(CanvasGrammars):
                     break
                 if lead:  # each token is emitted: a preempted request's canvas begins here again
                     answer.canvas = answer.current_mark
-                run = self._reveal_run(slot, answer, draws.judge(i), row, row + 1, _ONE)
+                run = self._reveal_run(slot, answer, draws.legal_in_canvas(i), row, row + 1, _ONE)
                 if run is None:
                     break
                 (chosen[i, row],) = run
@@ -215,7 +150,7 @@ class GrammarRuns(CanvasGrammars):
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
         are_drafted: torch.Tensor,  # [n] bool, canvases that this step fills with a draft
-        draws: LegalDraws,
+        draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
     ) -> torch.Tensor:
         """Returns `tokens` [n, C] int64 with legal tokens in the drafted canvases that have a
@@ -232,9 +167,9 @@ class GrammarRuns(CanvasGrammars):
             if answer is None or answer.position >= answer.end:
                 continue
             first, num_tokens = answer.position - start, answer.end - answer.position
-            state, judge = answer.state.copy(), draws.judge(i)
+            state, choose = answer.state.copy(), draws.legal_in_canvas(i)
             with suppress(StuckError):  # the step that verifies the draft gives the grammar up
-                run = reveal_run(state, judge, first, length, num_tokens, _ALL, answer.stop_token)
+                run = reveal_run(state, choose, first, length, num_tokens, _ALL, answer.stop_token)
                 chosen[i, first : first + len(run.tokens)] = run.tokens
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)
@@ -244,7 +179,7 @@ class GrammarRuns(CanvasGrammars):
         rows: CanvasBatch,  # one of each request
         starts: torch.Tensor,  # [n] int64, where their canvases begin
         is_new: torch.Tensor | None,  # [n] bool, canvases that begin now; None: all
-        draws: LegalDraws,
+        draws: RowDraws,
         tokens: torch.Tensor,  # [n] int64, drawn without grammars
     ) -> torch.Tensor:
         """Returns `tokens` [n] int64 with legal tokens where a canvas begins now and its request
@@ -261,7 +196,9 @@ class GrammarRuns(CanvasGrammars):
             answer = self._update_answer(slot, start)
             if answer is None or answer.position >= answer.end:
                 continue
-            if (run := self._reveal_run(slot, answer, draws.judge(i), 0, 1, _ONE)) is not None:
+            if (
+                run := self._reveal_run(slot, answer, draws.legal_in_canvas(i), 0, 1, _ONE)
+            ) is not None:
                 (chosen[i],) = run
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)

@@ -19,7 +19,7 @@ class LogprobRequest:
     token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
 
 
-class Placed(NamedTuple):
+class Placements(NamedTuple):
     """Where a step of a masked model places tokens in n canvases, by revealing or replacing
     them."""
 

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
-    Placed,
+    Placements,
     join_requests,
     join_tiles,
     pad_rows,
@@ -21,7 +21,8 @@ from vllm_dllm.step.asked.logprob_tensors import (
     with_reveal_step,
 )
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import CanvasLogits, MaskedLogits
+from vllm_dllm.step.logits.canvas_logits import CanvasLogits
+from vllm_dllm.step.logits.masked_logits import MaskedLogits
 from vllm_dllm.step.registry import NewRequest
 
 
@@ -78,8 +79,8 @@ class StepLogprobs:
         """Returns whether any request of the batch asks for log-probabilities."""
         return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
 
-    def need_placed(self, batch: CanvasBatch) -> bool:
-        """Returns whether `report` needs `placed`: a request asks for scores of the step that
+    def needs_placements(self, batch: CanvasBatch) -> bool:
+        """Returns whether `report` needs `placements`: a request asks for scores of the step that
         placed a token."""
         return not self._when_placed.isdisjoint(batch.slots_np.tolist())
 
@@ -176,14 +177,15 @@ class StepLogprobs:
 
     def report(
         self,
+        batch: CanvasBatch,
         logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [rows, 1]
         best_guess: torch.Tensor,  # [n, C] int64
-        batch: CanvasBatch,
+        *,
         num_reqs: int,  # of the whole batch
         at_once: torch.Tensor,  # [n] bool, blocks that were decided by this step's logits
         cut: torch.Tensor | None,  # [n] bool, canvases whose step is taken back; None: none is
-        placed: Placed | None = None,  # None: `need_placed` is False
+        placements: Placements | None = None,  # None: `needs_placements` is False
         are_drafts: np.ndarray | None = None,  # [n] bool, after `shift_draft_logits`; None: none is
     ) -> LogprobsTensors | None:
         """Returns the scores of the tokens that this step may emit, and keeps its scores for the
@@ -219,10 +221,10 @@ class StepLogprobs:
                 current = join_tiles([current, scores])
             before = self._latest.get(slot)
             if slot in self._when_placed:
-                assert placed is not None, "need_placed says so"
-                current = with_reveal_step(placed.steps[i], current)
+                assert placements is not None, "needs_placements says so"
+                current = with_reveal_step(placements.steps[i], current)
                 if before is not None:
-                    positions = placed.positions[i, :length]
+                    positions = placements.positions[i, :length]
                     current = select_scores(positions, current, take_first_rows(before, length))
             reported = current
             if not (read_only or follows):

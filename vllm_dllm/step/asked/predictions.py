@@ -98,7 +98,7 @@ class Predictions:
                     )
             expected = self._expected(idx)
             self._slots.canvas[idx] = expected.fill_canvas(self._slots.canvas[idx])
-            self._slots.write_first_guess(idx, expected.guess)
+            self._slots.best_guess[idx] = expected.guess  # which the first step is compared with
         self._added.clear()
 
     def remove_request(self, slot: int) -> None:

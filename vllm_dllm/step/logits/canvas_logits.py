@@ -1,19 +1,16 @@
 """The logits of a step's canvases, held whole; `streamed_logits` reads large vocabularies by
 tiles."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT, MASKED_LOGIT
-from vllm_dllm.denoise.masked import Candidates, draw_candidates
-from vllm_dllm.denoise.row_stats import RowStats, argmax, row_stats, sample_by_inversion
-from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.filters import LogitFilters
+from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
+from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.step.logits.filters import LogitFilters, RuleContext
 from vllm_dllm.step.logits.sampling_memory import (
     BYTES_PER_WHOLE_LOGIT,
     SamplingMemory,
@@ -45,6 +42,14 @@ class RowMasks(NamedTuple):
         is_legal = (words[:, :, None] >> bits) & 1
         is_legal = is_legal.flatten(1)[:, : logits.shape[1]].bool()
         logits[rows] = logits[rows].masked_fill_(~is_legal, ILLEGAL_LOGIT)
+
+
+class LogitTools(NamedTuple):
+    """What the logits of all steps share."""
+
+    soft: SoftEmbedding
+    filters: LogitFilters
+    memory: SamplingMemory
 
 
 ReadRows = tuple[RowStats, torch.Tensor]
@@ -81,27 +86,18 @@ class WholeLogits:
     def __init__(
         self,
         logits: torch.Tensor,
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        guesses: torch.Tensor,  # [n, C] int64, the step before's best guesses
-        soft: SoftEmbedding,
-        filters: LogitFilters,
-        memory: SamplingMemory,
-        kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
-        leads: Mapping[int, torch.Tensor] = MappingProxyType({}),  # by canvas, see `CanvasRules`
+        context: RuleContext,
+        tools: LogitTools,
     ) -> None:
-        self.batch, self.soft, self.filters = batch, soft, filters
-        self.memory, self.tile_rows = (
-            memory,
-            rows_within_budget(logits.shape[1], memory.budget_bytes),
-        )
+        self.batch = context.batch
+        self.soft, self.filters, self.memory = tools
+        self.tile_rows = rows_within_budget(logits.shape[1], self.memory.budget_bytes)
         self._raw = self._processed = logits
-        if ruled := filters.canvases_with_rules(batch):
+        if ruled := self.filters.canvases_with_rules(self.batch):
             self._processed = logits.clone()
             for i in ruled:
-                own = None if kept is None else kept[i]
-                rules = filters.rules_of_canvas(i, batch, starts[i], guesses[i], own, leads.get(i))
-                rules.apply_(self._processed[batch.rows_of(i)])
+                rules = self.filters.rules_of_canvas(i, context)
+                rules.apply_(self._processed[self.batch.rows_of(i)])
 
     def exclude(self, i: int, masks: RowMasks) -> None:
         if self._processed is self._raw:
@@ -111,7 +107,7 @@ class WholeLogits:
     def row(self, i: int, position: int) -> torch.Tensor:
         return self._processed[self.batch.rows_of(i)][position]
 
-    def _record_and_tile(self) -> Iterator[slice]:
+    def record_and_tile(self) -> Iterator[slice]:
         """Returns slices that split all rows into tiles, and records the memory that one tile
         takes."""
         num_rows = len(self._raw)
@@ -128,7 +124,7 @@ class WholeLogits:
 
     def read(self, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         parts = []
-        for rows in self._record_and_tile():
+        for rows in self.record_and_tile():
             scaled = self._processed[rows] / row_temperature[rows]
             scaled = self.filters.truncate(scaled, self.batch, rows)
             parts.append(read_rows(self.soft, scaled, draw[rows]))
@@ -145,91 +141,6 @@ class WholeLogits:
         rows = logits[self.batch.rows_of(i)]
         self._record_memory(len(rows))
         return rows
-
-
-class MaskedLogits(WholeLogits):
-    """The logits of masked models' canvases, from which candidates are drawn."""
-
-    def all_rows(self, *, in_process: bool) -> torch.Tensor:
-        """Returns the logits of all canvases [rows, V] fp32: with requests' rules applied if
-        `in_process`, else as the model computed them. No copy is made."""
-        return self._processed if in_process else self._raw
-
-    def draw(
-        self,
-        row_temperature: torch.Tensor,  # [rows, 1] fp32
-        uniform: torch.Tensor | None,  # [rows] float64; None: all are greedy, nothing is scaled
-        is_greedy: torch.Tensor,  # [rows] bool
-        *,
-        judges_unscaled: bool = False,  # take probabilities before temperature and truncation
-    ) -> Candidates:
-        """Draws a candidate for each row, tile by tile. Returns fields [rows]."""
-        parts = []
-        for rows in self._record_and_tile():
-            scaled, own, judged = self._processed[rows], None, None
-            if uniform is not None:
-                judged = scaled if judges_unscaled else None
-                scaled = self.filters.truncate(scaled / row_temperature[rows], self.batch, rows)
-                own = uniform[rows]
-            parts.append(draw_candidates(scaled, own, is_greedy[rows], judged))
-        if len(parts) == 1:
-            return parts[0]
-        return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-    def draw_without(
-        self,
-        rows: torch.Tensor,  # [k] int64, of all canvases' rows
-        excluded: torch.Tensor,  # [k, m] int64, tokens that each of them may not have
-        row_temperature: torch.Tensor,  # [rows, 1] fp32
-        uniform: torch.Tensor | None,  # [k] float64; None: all are greedy
-        is_greedy: torch.Tensor,  # [rows] bool
-    ) -> torch.Tensor:
-        """Returns [k] int64: a token drawn from each of `rows`, outside those that the row
-        excludes."""
-        parts = []
-        for places in torch.arange(len(rows), device=rows.device).split(self.tile_rows):
-            own = rows[places]
-            logits = self._processed[own].scatter_(1, excluded[places], MASKED_LOGIT)
-            tokens = argmax(logits)
-            if uniform is not None:
-                scaled = self.filters.truncate(logits / row_temperature[own], self.batch, own)
-                drawn = sample_by_inversion(scaled.softmax(dim=-1), uniform[places])
-                tokens = torch.where(is_greedy[own], tokens, drawn)
-            parts.append(tokens)
-        return torch.cat(parts)
-
-    def exclude_tokens(self, canvases: Sequence[int], tokens: torch.Tensor) -> None:
-        """Excludes `tokens` [m] int64 from the canvases with indices `canvases`, in all later
-        reads."""
-        if canvases and self._processed is self._raw:
-            self._processed = self._raw.clone()
-        for i in canvases:
-            self._processed[self.batch.rows_of(i)].index_fill_(1, tokens, MASKED_LOGIT)
-
-    def draw_legal(
-        self,
-        row: int,  # of all canvases' rows
-        words: np.ndarray | None,  # [W] uint32, the tokens to choose from; None: all
-        row_temperature: torch.Tensor,  # [rows, 1] fp32
-        uniform: torch.Tensor | None,  # [rows] float64; None: all are greedy
-        is_greedy: torch.Tensor,  # [rows] bool
-        *,
-        judges_unscaled: bool,
-    ) -> Candidates:
-        """Draws a candidate of the set `words` from one row. Returns fields [1]. The candidate's
-        probability is that among all tokens."""
-        rows = slice(row, row + 1)
-
-        def scaled(logits: torch.Tensor) -> torch.Tensor:
-            return self.filters.truncate(logits / row_temperature[rows], self.batch, rows)
-
-        free = self._processed[rows]
-        judged = free if judges_unscaled else scaled(free)
-        if words is not None:
-            masks = RowMasks(np.zeros(1, dtype=np.int64), words[None])
-            masks.exclude_(free := free.clone(), 0)
-        draw = None if uniform is None else uniform[rows]
-        return draw_candidates(scaled(free), draw, is_greedy[rows], judged)
 
 
 def tiles(rows: slice, length: int) -> Iterator[slice]:

@@ -1,7 +1,8 @@
 """Applies the sampling parameters of a batch's requests to the logits of their canvases."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -109,6 +110,16 @@ def _positions(length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(length, device=device)
 
 
+class RuleContext(NamedTuple):
+    """What the rules of n canvases' requests depend on."""
+
+    batch: CanvasBatch
+    starts: torch.Tensor  # [n] int64, absolute position of each canvas' first token
+    guesses: torch.Tensor  # [n, C] int64, the step before's best guesses
+    kept: torch.Tensor | None = None  # [n, C] int64, tokens revealed for good; < 0: none yet
+    leads: Mapping[int, torch.Tensor] = MappingProxyType({})  # by canvas, see `CanvasRules`
+
+
 class LogitFilters:
     """Keeps requests' rules and truncations by slot, and applies them to logits. Requests without
     any have no entry and cost nothing."""
@@ -199,19 +210,14 @@ class LogitFilters:
         asks = self._rules.keys() | self._truncated
         return [i for i, slot in enumerate(slots) if slot in asks]
 
-    def rules_of_canvas(
-        self,
-        i: int,
-        batch: CanvasBatch,
-        start: torch.Tensor,  # [] int64, absolute position of its first token
-        guess: torch.Tensor,  # [C] int64, the step before's best guess
-        kept: torch.Tensor | None = None,  # [C] int64, tokens revealed for good; < 0: none yet
-        lead: torch.Tensor | None = None,  # [] int64, see `CanvasRules`
-    ) -> CanvasRules:
-        """Returns the rules that canvas i's request applies before the temperature; without effect
-        if it has none."""
-        slot = int(batch.slots_np[i])
-        rules = self._rules.get(slot) or LogitRules()
+    def rules_of_request(self, i: int, batch: CanvasBatch) -> LogitRules:
+        """Returns the rules of canvas i's request; without effect if it has none."""
+        return self._rules.get(int(batch.slots_np[i])) or LogitRules()
+
+    def rules_of_canvas(self, i: int, context: RuleContext) -> CanvasRules:
+        """Returns what applies the rules of canvas i's request, before the temperature."""
+        rules, slot = self.rules_of_request(i, context.batch), int(context.batch.slots_np[i])
+        start, kept = context.starts[i], None if context.kept is None else context.kept[i]
         # Tokens before the canvas that its bad words may begin with; NO_TOKEN in the prompt.
         positions = start - (reach := rules.bad_words.reach)
         positions = positions + torch.arange(reach, device=self.device)
@@ -219,7 +225,9 @@ class LogitFilters:
         before = torch.where(
             positions >= int(self.req_states.prompt_len.np[slot]), tokens, NO_TOKEN
         )
-        return CanvasRules(rules, start, guess, before, kept, lead)
+        return CanvasRules(
+            rules, start, context.guesses[i], before, kept, lead=context.leads.get(i)
+        )
 
     def truncate(
         self,

@@ -16,15 +16,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
-from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import ReadRows, RowMasks, concat_rows, read_rows, tiles
-from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.logits.sampling_memory import (
-    BYTES_PER_WHOLE_LOGIT,
-    SamplingMemory,
-    rows_within_budget,
+from vllm_dllm.step.logits.canvas_logits import (
+    LogitTools,
+    ReadRows,
+    RowMasks,
+    concat_rows,
+    read_rows,
+    tiles,
 )
-from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+from vllm_dllm.step.logits.filters import RuleContext
+from vllm_dllm.step.logits.sampling_memory import BYTES_PER_WHOLE_LOGIT, rows_within_budget
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader
@@ -65,23 +66,12 @@ def _streamed_bytes(fused_bytes: int | None, on_cpu: bool) -> int:
 
 
 class StreamedLogits:
-    """`CanvasLogits` made of hidden states [rows, H]. Takes the arguments of `WholeLogits` except
-    `leads`."""
+    """`CanvasLogits` made of hidden states [rows, H]."""
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        batch: CanvasBatch,
-        starts: torch.Tensor,
-        guesses: torch.Tensor,
-        soft: SoftEmbedding,
-        filters: LogitFilters,
-        memory: SamplingMemory,
-        kept: torch.Tensor | None = None,
-    ) -> None:
-        self.hidden, self.batch, self.soft, self.filters = hidden, batch, soft, filters
-        self.model, self.starts, self.guesses, self.kept = soft.model, starts, guesses, kept
-        self.memory = memory
+    def __init__(self, hidden: torch.Tensor, context: RuleContext, tools: LogitTools) -> None:
+        self.hidden, self.context, self.batch = hidden, context, context.batch
+        self.soft, self.filters, self.memory = tools
+        self.model = self.soft.model
         self._masks: dict[int, RowMasks] = {}
 
     def exclude(self, i: int, masks: RowMasks) -> None:
@@ -91,8 +81,8 @@ class StreamedLogits:
         """Computes the logits of one position, and applies the rules that need no other row."""
         row = self.batch.rows_of(i).start + position
         logits = self.model.compute_logits(self.hidden[row : row + 1])
-        rules = self.filters.rules_of_canvas(i, self.batch, self.starts[i], self.guesses[i]).rules
-        rules.apply_(logits, position, self.starts[i], self.guesses[i])
+        rules = self.filters.rules_of_request(i, self.batch)
+        rules.apply_(logits, position, self.context.starts[i], self.context.guesses[i])
         return logits[0]
 
     def raw(self, i: int) -> Iterator[torch.Tensor]:
@@ -106,8 +96,7 @@ class StreamedLogits:
 
     def processed(self, i: int) -> Iterator[torch.Tensor]:
         """Applies the request's rules and the excluded tokens to the logits of `raw`."""
-        kept = None if self.kept is None else self.kept[i]
-        rules = self.filters.rules_of_canvas(i, self.batch, self.starts[i], self.guesses[i], kept)
+        rules = self.filters.rules_of_canvas(i, self.context)
         masks, first = self._masks.get(i), 0
         for logits in self.raw(i):
             rules.apply_(logits)
@@ -159,7 +148,7 @@ class StreamedLogits:
     def _guess_rows(self) -> torch.Tensor | None:
         """Returns the last step's best guesses, [rows] int64. Returns None if no tolerance needs
         them."""
-        return self.batch.flatten(self.guesses) if self.soft.tolerance else None
+        return self.batch.flatten(self.context.guesses) if self.soft.tolerance else None
 
     def _stream(
         self,

@@ -17,10 +17,9 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import StepInputs
 from vllm_dllm.step.masked.drafting_step import DraftingStep
-from vllm_dllm.step.slots import SlotNumbers
 
 
 class CopiedStep(DraftingStep):
@@ -28,6 +27,7 @@ class CopiedStep(DraftingStep):
 
     @property
     def verifying_causal(self) -> int:
+        """Returns minus the block length: a row sees the draft before its position, and itself."""
         return -self.block_length
 
     def can_draft(self, batch: CanvasBatch) -> torch.Tensor:
@@ -37,12 +37,12 @@ class CopiedStep(DraftingStep):
         return batch.behind > 0
 
     def begin_step(self, input_batch: InputBatch) -> None:
-        """Separates the rows of copies from their canvases. Makes them masks in the positions of
-        the block, in place in `input_batch`, and has the runner compute the logits of a copy's rows
-        instead of those of the draft that this step verifies."""
+        """Sets `batch` to the step's canvases, without the copies behind them. Changes
+        `input_batch` in place: the tokens of copies become masks, their positions become those of
+        their block, and `logits_indices` of a draft that this step verifies become its copy's."""
         num_reqs, block_length = input_batch.num_reqs, self.block_length
         num_rows = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
-        is_verified = self._are_verified(input_batch.idx_mapping_np[:num_reqs])
+        is_verified = self.slot_settings.are_verified(input_batch.idx_mapping_np[:num_reqs])
         behind = np.where(is_verified & (num_rows > block_length), block_length, 0)
         if not behind.any():
             super().begin_step(input_batch)
@@ -58,22 +58,16 @@ class CopiedStep(DraftingStep):
         forward = torch.where(self.verifies(batch.slot_index), batch.behind, 0)
         input_batch.logits_indices = batch.tokens + batch.expand_to_rows(forward)
 
-    def _cut_canvases(
-        self,
-        batch: CanvasBatch,
-        numbers: SlotNumbers,
-        starts: torch.Tensor,
-        input_batch: InputBatch,
-    ) -> torch.Tensor | None:
+    def _cut_canvases(self, inputs: StepInputs, input_batch: InputBatch) -> torch.Tensor | None:
         """Returns [n] bool: canvases of which the scheduler ran only a part, or only a part of the
         copy behind it. Returns None if surely none is cut."""
-        is_verified = self._are_verified(batch.slots_np)
+        batch = inputs.batch
+        is_verified = self.slot_settings.are_verified(batch.slots_np)
         if not is_verified.any():
-            return super()._cut_canvases(batch, numbers, starts, input_batch)
-        lengths = batch.lengths if batch.behind is None else batch.lengths + batch.behind
+            return super()._cut_canvases(inputs, input_batch)
         if not self.requests.joins_commits:  # the host may not know where canvases begin
             has_copy = async_tensor_h2d(is_verified, device=self.device)
-            return lengths != self._whole_length(starts, has_copy)
+            return batch.lengths_with_copies != self._whole_length(inputs.starts, has_copy)
         num_rows = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
         lengths_np = num_rows[batch.requests_np]
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]  # exact, here
@@ -86,9 +80,3 @@ class CopiedStep(DraftingStep):
         unit = self.canvas_length + has_copy * (self.block_length - self.canvas_length)
         width, room = unit - starts % unit, self.max_model_len - starts
         return (width + (has_copy & (width + unit <= room)) * unit).clip(max=room)
-
-    def _are_verified(self, slots_np: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: whether requests of the slots [n] ask for verified drafts."""
-        settings = self.requests.settings
-        assert isinstance(settings, MaskedSlotSettings)
-        return settings.are_verified(slots_np)

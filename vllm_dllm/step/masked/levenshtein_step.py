@@ -21,11 +21,10 @@ from vllm_dllm.denoise.levenshtein import (
     fingerprint,
     write_candidates,
 )
-from vllm_dllm.denoise.masked import Candidates, Held, MaskedRules
-from vllm_dllm.step.asked.grammar_runs import LegalDraws
-from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
-from vllm_dllm.step.canvas_stages import Found
-from vllm_dllm.step.masked.masked_step import Decided, MaskedStep
+from vllm_dllm.denoise.masked import Edited, GrammarReveal, MaskedOutcome, MaskedRules
+from vllm_dllm.step.canvas_stages import StepInputs
+from vllm_dllm.step.logits.masked_logits import RowDraws
+from vllm_dllm.step.masked.masked_step import Choice, MaskedStep
 
 MOST_STEPS = 1000
 """The most denoise steps of a block. The last of them reveals all that is hidden."""
@@ -40,116 +39,109 @@ class LevenshteinStep(MaskedStep):
         super().__init__(*args)
         assert self.config.edit_tokens is not None, "of a family that moves tokens"
         self.tokens = EditTokens(self.mask_id, *self.config.edit_tokens)
-        self._moving = torch.tensor(self.config.edit_tokens, device=self.device)
+        self._edit_token_ids = torch.tensor(self.config.edit_tokens, device=self.device)
         # By slot. A block's first step reads neither.
         # [R, C], see `Round.original`
         self._original = torch.zeros_like(self.slots.canvas, dtype=torch.bool)
         # [R, MOST_STEPS] int64: fingerprints of what the block's steps have written
         self._written = self.slots.canvas.new_zeros(len(self.slots.canvas), MOST_STEPS)
 
-    def _rules(self, found: Found) -> MaskedRules:
+    def _rules(self, inputs: StepInputs) -> MaskedRules:
         """Returns the step's rules, with even shares of each canvas' own length."""
-        numbers, settings = found.numbers, found.settings
-        assert isinstance(settings, MaskedStepSettings)
-        return settings.rules(numbers.steps_done, numbers.num_steps, found.batch.lengths)
+        numbers = inputs.numbers
+        settings = self._settings_of(inputs)
+        return settings.rules(numbers.steps_done, numbers.num_steps, inputs.batch.lengths)
 
-    def _draws(self, found: Found, source: torch.Tensor) -> LegalDraws:
+    def _draws(self, inputs: StepInputs, source: torch.Tensor) -> RowDraws:
         """Returns the draws with two changes: revealed positions draw their most probable token,
         and probabilities are those before temperature and truncation."""
-        draws, batch = super()._draws(found, source), found.batch
+        draws, batch = super()._draws(inputs, source), inputs.batch
         if draws.uniform is None:
             return draws
         revealed = batch.flatten(self.slots.revealed[batch.slot_index])
         return draws._replace(is_greedy=draws.is_greedy | revealed, judges_unscaled=True)
 
-    def _held(self, found: Found, rules: MaskedRules, draws: LegalDraws) -> Held | None:
+    def _reveal_by_grammars(
+        self, inputs: StepInputs, rules: MaskedRules, draws: RowDraws
+    ) -> GrammarReveal | None:
         """Returns what grammars reveal: at least one token a step. Excludes delete and insert
         tokens from the logits of canvases with a grammar, in place."""
-        draws.logits.exclude_tokens(
-            self.requests.grammars.canvases_with_grammar(found.batch), self._moving
-        )
-        return super()._held(found, rules._replace(least=rules.least.clamp(min=1)), draws)
+        ruled = self.grammars.canvases_with_grammar(inputs.batch)
+        draws.logits.exclude_tokens(ruled, self._edit_token_ids)
+        rules = rules._replace(least=rules.least.clamp(min=1))
+        return super()._reveal_by_grammars(inputs, rules, draws)
 
-    def _decide(
-        self,
-        found: Found,
-        draws: LegalDraws,
-        candidates: Candidates,  # [n, C]
-        rules: MaskedRules,
-        held: Held | None,
-    ) -> Decided:
+    def _decide(self, inputs: StepInputs, choice: Choice) -> MaskedOutcome:
         """Writes candidates into the canvases, deletes and inserts tokens, and decides which blocks
         are finished. Stores the block's original masks and fingerprints for its next steps."""
-        batch, numbers, settings = found.batch, found.numbers, found.settings
-        assert isinstance(settings, MaskedStepSettings)
+        batch, numbers, settings = inputs.batch, inputs.numbers, self._settings_of(inputs)
         idx = batch.slot_index
         step = begin_round(
             self.slots.canvas[idx],
             batch.valid,
             self._original[idx],
-            numbers.steps_done,
-            numbers.times_repeated,
-            settings.edit_steps,
-            MOST_STEPS,
-            self.mask_id,
+            steps_done=numbers.steps_done,
+            post_steps=numbers.times_repeated,
+            most_post_steps=settings.edit_steps,
+            most_steps=MOST_STEPS,
+            mask_id=self.mask_id,
+            has_grammar=None if choice.by_grammar is None else choice.by_grammar.is_ruled,
         )
         edit_threshold = settings.edit_threshold
         if edit_threshold is None:  # a warm-up's
             edit_threshold = torch.zeros_like(settings.threshold)
         written = write_candidates(
             step,
-            candidates,
-            batch.unflatten(draws.draw_all_without(self._moving)),
-            rules,
-            numbers.steps_done >= numbers.num_steps,
-            edit_threshold,
-            held,
-            self.tokens,
+            choice.candidates,
+            otherwise=batch.unflatten(choice.draws.draw_all_without(self._edit_token_ids)),
+            rules=choice.rules,
+            reveals_all=numbers.steps_done >= numbers.num_steps,
+            edit_threshold=edit_threshold,
+            by_grammar=choice.by_grammar,
+            edit_tokens=self.tokens,
         )
-        stays = step.is_last if held is None else step.is_last | held.is_ruled
-        written, mark = self._escape(found, draws, step, written, ~stays)
+        written, mark = self._leave_loops(inputs, choice.draws, step, written)
         moved = delete_and_insert(step, written, self.tokens)
-        left = moved.canvas == self.mask_id
+        hidden = moved.canvas == self.mask_id
         if batch.valid is not None:
-            left &= batch.valid
-        is_full = ~left.any(dim=-1)
+            hidden &= batch.valid
+        is_full = ~hidden.any(dim=-1)
         unchanged = is_full & (moved.canvas == step.canvas).all(dim=-1)
-        if held is not None:
-            unchanged &= ~held.is_ruled
-        finished = is_full & (unchanged | stays) | (numbers.steps_done + 1 >= MOST_STEPS)
-        self._store_round(found, moved.original, mark)
-        is_over = finished | (numbers.is_committing == 1)
-        return Decided(
-            moved.canvas,
-            moved.canvas,
-            ~left if batch.valid is None else ~left & batch.valid,
-            finished,
-            step.post_steps.masked_fill(is_over, 0),
-            unchanged,
+        if choice.by_grammar is not None:
+            unchanged &= ~choice.by_grammar.is_ruled
+        self._store_round(inputs, moved.original, mark)
+        return MaskedOutcome(
+            canvas=moved.canvas,
+            tokens=moved.canvas,
+            revealed=~hidden if batch.valid is None else ~hidden & batch.valid,
+            finished=is_full & (unchanged | step.keeps_places)
+            | (numbers.steps_done + 1 >= MOST_STEPS),
+            edited=Edited(step.post_steps, unchanged),
         )
 
-    def _escape(
+    def _leave_loops(
         self,
-        found: Found,
-        draws: LegalDraws,
+        inputs: StepInputs,
+        draws: RowDraws,
         step: Round,
         written: torch.Tensor,  # [n, C] int64
-        may_escape: torch.Tensor,  # [n] bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gets blocks out of loops. As long as a canvas equals one that an earlier step of its
-        block wrote, another token is drawn for one of the positions that this step changes, at most
-        `_TRIES` times. Returns the canvases [n, C] int64 and their fingerprints [n] int64."""
-        batch, numbers, idx = found.batch, found.numbers, found.batch.slot_index
+        """Gets blocks that may move tokens out of loops. As long as a canvas equals one that an
+        earlier step of its block wrote, another token is drawn for one of the positions that this
+        step changes, at most `_TRIES` times. Returns the canvases [n, C] int64 and their
+        fingerprints [n] int64."""
+        batch, numbers, idx = inputs.batch, inputs.numbers, inputs.batch.slot_index
         mark = fingerprint(written, step.valid)
         steps = torch.arange(MOST_STEPS, device=self.device)
         earlier = steps < numbers.steps_done[:, None]
         past = self._written[idx]
         draw = noise.uniform(
             numbers.noise_key,
-            found.starts[:, None] + torch.arange(2 * _TRIES, device=self.device),
+            inputs.starts[:, None] + torch.arange(2 * _TRIES, device=self.device),
             numbers.steps_done,
             noise.ESCAPE,
         )
+        may_escape = ~step.keeps_places
         for turn in range(_TRIES):
             changed = written != step.canvas
             count = changed.sum(dim=-1)
@@ -167,13 +159,13 @@ class LevenshteinStep(MaskedStep):
             mark = fingerprint(written, step.valid)
         return written, mark
 
-    def _store_round(self, found: Found, original: torch.Tensor, mark: torch.Tensor) -> None:
+    def _store_round(self, inputs: StepInputs, original: torch.Tensor, mark: torch.Tensor) -> None:
         """Stores `original` [n, C] bool and the fingerprints `mark` [n] int64 for the blocks' next
         steps. A step that is taken back stores no masks, and the step that repeats it overwrites
         its fingerprint."""
-        idx = found.batch.slot_index
-        if found.cut is not None:
-            original = torch.where(found.cut[:, None], self._original[idx], original)
+        idx = inputs.batch.slot_index
+        if inputs.cut is not None:
+            original = torch.where(inputs.cut[:, None], self._original[idx], original)
         self._original[idx] = original
-        place = found.numbers.steps_done.clamp(max=MOST_STEPS - 1)
-        self._written[found.batch.slots, place] = mark
+        place = inputs.numbers.steps_done.clamp(max=MOST_STEPS - 1)
+        self._written[inputs.batch.slots, place] = mark

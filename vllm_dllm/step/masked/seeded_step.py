@@ -12,12 +12,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced, Found
-from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.logits.canvas_logits import MaskedLogits
+from vllm_dllm.step.canvas_stages import StepInputs, StepResult
+from vllm_dllm.step.logits.filters import RuleContext
+from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
 
@@ -29,15 +27,14 @@ class SeededStep(MaskedStep):
     # The last rows of k canvases, any of which this step may commit, with asynchronous scheduling.
     _last: CanvasBatch | None = None
     _last_canvases: torch.Tensor | None = None  # [k] int64, indices of these canvases; None: all
-    _seed_logits: torch.Tensor | None = None  # [k, V] fp32, the logits of these rows
 
     def begin_step(self, input_batch: InputBatch) -> None:
         """Appends the rows that predict canvases' first tokens to `input_batch.logits_indices`,
         behind the canvases' own rows. These are the last rows of prefills that end, and of canvases
         that this step may commit."""
         super().begin_step(input_batch)
-        ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]  # exact in a
-        # prefill
+        # Exact in a prefill.
+        ends = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
         has_ended = input_batch.is_prefilling_np & (ends == input_batch.prefill_len_np)
         if not self.family.is_causal:  # else the canvas' first tokens are the prompt's last
             has_ended &= ends % self.canvas_length == 0
@@ -47,10 +44,10 @@ class SeededStep(MaskedStep):
             has_canvas, are_seeded = np.zeros_like(has_ended), self._predicts_next_seed(self.batch)
             has_canvas[self.batch.requests_np] = are_seeded
             self._last = self._append_last_rows(input_batch, has_canvas)
-            places = None if are_seeded.all() else np.flatnonzero(are_seeded)
-            self._last_canvases = (
-                None if places is None else async_tensor_h2d(places, device=self.device)
-            )
+            self._last_canvases = None
+            if not are_seeded.all():
+                places = np.flatnonzero(are_seeded)
+                self._last_canvases = async_tensor_h2d(places, device=self.device)
 
     def _predicts_next_seed(self, batch: CanvasBatch) -> np.ndarray:
         """Returns [n] bool: canvases whose commit predicts the next canvas' first token."""
@@ -73,48 +70,46 @@ class SeededStep(MaskedStep):
         input_batch.logits_indices = torch.cat((input_batch.logits_indices, rows))
         return last
 
-    def start_canvases(self, source: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-        """Splits `source` into the canvases' rows, which it returns, and the rows that predict
-        first tokens. Writes the first tokens of canvases whose prompt's prefill ends in this step
-        into their slots."""
-        ended, last = self._ended, self._last
-        counts = [0 if rows is None else rows.num_canvases for rows in (ended, last)]
-        canvases, of_ended, of_last = source.split([len(source) - sum(counts), *counts])
-        self._ended, self._seed_logits = None, of_last
-        if ended is not None:
-            starts = input_batch.seq_lens[ended.request_index]
-            self.slots.canvas[ended.slot_index, 0] = self._sample_seed_tokens(
-                ended, of_ended, starts, None
-            )
-            self.slots.revealed[ended.slot_index, 0] = True
-        return canvases
+    def start_canvases(
+        self, batch: CanvasBatch | None, source: torch.Tensor, input_batch: InputBatch
+    ) -> None:
+        """Writes the first tokens of canvases whose prompt's prefill ends in this step into their
+        slots."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        first_row = 0 if batch is None else batch.num_rows
+        logits = source[first_row : first_row + ended.num_canvases]
+        starts, idx = input_batch.seq_lens[ended.request_index], ended.slot_index
+        self.slots.canvas[idx, 0] = self._sample_seed_tokens(ended, logits, starts, None)
+        self.slots.revealed[idx, 0] = True
 
     def _denoise_and_settle(
-        self, found: Found, source: torch.Tensor, input_batch: InputBatch
-    ) -> Advanced:
-        """Denoises and settles the canvases. Then samples the first token of each canvas that
-        follows a block committed by this step."""
-        advanced = super()._denoise_and_settle(found, source, input_batch)
-        if self._last is not None:
-            self._seed_next_canvases(found, advanced, self._last)
-            self._last = None
-        return advanced
+        self, inputs: StepInputs, source: torch.Tensor, input_batch: InputBatch
+    ) -> StepResult:
+        """Denoises and settles the canvases, whose rows come first in `source`. Then samples the
+        first token of each canvas that follows a block committed by this step."""
+        result = super()._denoise_and_settle(inputs, source[: inputs.batch.num_rows], input_batch)
+        last, self._last = self._last, None
+        if last is not None:
+            self._seed_next_canvases(inputs, result, last, source[-last.num_canvases :])
+        return result
 
-    def _seed_next_canvases(self, found: Found, advanced: Advanced, last: CanvasBatch) -> None:
+    def _seed_next_canvases(
+        self,
+        inputs: StepInputs,
+        result: StepResult,
+        last: CanvasBatch,
+        logits: torch.Tensor,  # [k, V] fp32, of the rows `last`
+    ) -> None:
         """Writes the first token of each canvas that follows a block committed by this step. The
         commit is also the block's prefill, so its last row predicts that token."""
-        logits = self._seed_logits
-        assert logits is not None, "start_canvases comes first"
-        is_new, ends, idx, slots = (
-            advanced.emitted > 0,
-            found.block_ends,
-            last.slot_index,
-            self.slots,
-        )
+        slots, idx = self.slots, last.slot_index
+        is_new, ends = result.emitted > 0, inputs.block_ends
         if self._last_canvases is not None:
             is_new, ends = is_new[self._last_canvases], ends[self._last_canvases]
         self.requests.filters.write_emitted_tokens(
-            found.batch, found.starts, advanced.best_guess, advanced.emitted
+            inputs.batch, inputs.starts, result.best_guess, result.emitted
         )
         seeds = self._sample_seed_tokens(last, logits, ends, is_new)
         slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
@@ -129,24 +124,16 @@ class SeededStep(MaskedStep):
     ) -> torch.Tensor:
         """Returns [n] int64: tokens sampled from these rows. Keeps their scores for requests that
         ask for log-probabilities. Waits for the device if a request has a grammar."""
-        slots, idx, of_slots = self.slots, rows.slot_index, self.requests.settings
-        settings, grammars = of_slots.for_batch(rows), self.requests.grammars
-        assert isinstance(settings, MaskedStepSettings) and isinstance(grammars, GrammarRuns)
-        ruled = MaskedLogits(
-            logits,
-            rows,
-            starts,
-            slots.canvas.new_full((rows.num_canvases, 1), NO_TOKEN),
-            self.soft_embedding,
-            self.requests.filters,
-            self.memory,
-        )
-        key = slots.read_numbers(idx).noise_key
+        slots, settings = self.slots, self.slot_settings.for_batch(rows)
+        guesses = slots.canvas.new_full((rows.num_canvases, 1), NO_TOKEN)
+        ruled = MaskedLogits(logits, RuleContext(rows, starts, guesses), self.logit_tools)
+        key = slots.read_numbers(rows.slot_index).noise_key
         draw = noise.uniform(key, starts[:, None], torch.zeros_like(key), noise.INITIAL)
         is_greedy = settings.is_greedy | self.family.is_shifted
         temperature = settings.temperature[:, None]
-        draws = LegalDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
-        tokens = grammars.legal_first_tokens(rows, starts, is_new, draws, draws.draw_all().tokens)
+        draws = RowDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
+        tokens = draws.draw_all().tokens
+        tokens = self.grammars.legal_first_tokens(rows, starts, is_new, draws, tokens)
         self.requests.logprobs.keep_first_scores(rows, ruled, temperature, tokens, is_new)
         self._keep_seed_logits(rows, ruled, is_new)
         return tokens
@@ -160,10 +147,3 @@ class SeededStep(MaskedStep):
         """Hook: keeps the logits of first tokens where `is_new`, for subclasses whose later steps
         cannot compute them again. Does nothing in this class, where each first token has a row of
         its own."""
-
-
-class CausalStep(SeededStep):
-    """Steps of models whose known tokens see no canvas, and whose canvases are whole blocks."""
-
-    num_recomputed = CanvasStep.num_recomputed
-    _cut_canvases = CanvasStep._cut_canvases

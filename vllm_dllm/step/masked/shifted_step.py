@@ -13,8 +13,8 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Denoised, Found
-from vllm_dllm.step.logits.canvas_logits import MaskedLogits
+from vllm_dllm.step.canvas_stages import Denoised, StepInputs
+from vllm_dllm.step.logits.masked_logits import MaskedLogits
 from vllm_dllm.step.masked.drafting_step import DraftingStep
 from vllm_dllm.step.masked.seeded_step import SeededStep
 
@@ -31,7 +31,7 @@ class ShiftedStep(DraftingStep, SeededStep):
         if batch is None:
             return
         back = torch.zeros_like(input_batch.logits_indices)
-        back[: int(batch.lengths_np.sum())] = 1
+        back[: batch.num_rows] = 1
         starts = input_batch.seq_lens[batch.request_index] - batch.lengths
         is_inside = starts % self.canvas_length != 0
         # A block's first row stands in for the one before it, which is not in this forward.
@@ -46,10 +46,10 @@ class ShiftedStep(DraftingStep, SeededStep):
         kept = logits.all_rows(in_process=False)
         self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
 
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+    def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Denoises the canvases. First overwrites, in `source`, the first row of each canvas that
         begins its block with the logits kept for it, because no row of this forward predicts that
         position."""
-        begins_block = found.starts % self.canvas_length == 0
-        self.requests.logprobs.restore_seed_logits(found.batch, source, begins_block)
-        return super()._denoise(found, source)
+        begins_block = inputs.starts % self.canvas_length == 0
+        self.requests.logprobs.restore_seed_logits(inputs.batch, source, begins_block)
+        return super()._denoise(inputs, source)

@@ -23,79 +23,78 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import is_last_block
-from vllm_dllm.step.asked.grammar_runs import GrammarRuns, LegalDraws
-from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings, MaskedStepSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Denoised, Drafts, Found, Verified
-from vllm_dllm.step.logits.canvas_logits import MaskedLogits
-from vllm_dllm.step.masked.seeded_step import CausalStep
+from vllm_dllm.step.canvas_stages import Denoised, Drafts, StepInputs, VerifiedDrafts
+from vllm_dllm.step.canvas_step import CanvasStep
+from vllm_dllm.step.logits.masked_logits import MaskedLogits
+from vllm_dllm.step.masked.masked_step import Choice
+from vllm_dllm.step.masked.seeded_step import SeededStep
 
 
-class VerifiedStep(CausalStep):
-    """Makes and verifies drafts. Canvases that are no drafts are denoised as in `CausalStep`."""
+class VerifiedStep(SeededStep):
+    """Makes and verifies drafts, of models whose known tokens see no canvas and whose canvases are
+    whole blocks. Canvases that are no drafts are denoised as in `SeededStep`."""
 
-    def _are_drafts(self, batch: CanvasBatch) -> np.ndarray:
-        """Returns [n] bool: which canvases are drafts."""
-        assert isinstance(self.requests.settings, MaskedSlotSettings)
-        return self.requests.settings.are_verified(batch.slots_np)
+    num_recomputed = CanvasStep.num_recomputed
+    _cut_canvases = CanvasStep._cut_canvases
 
     def _predicts_next_seed(self, batch: CanvasBatch) -> np.ndarray:
-        return ~self._are_drafts(batch)
+        """Returns [n] bool: canvases that are no drafts. A draft's next token is drawn when the
+        draft is verified."""
+        return ~self.slot_settings.are_verified(batch.slots_np)
 
-    def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> Found:
+    def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> StepInputs:
         """Reads the slots, and finds which canvases are drafts."""
-        found = super()._read_slots(batch, input_batch)
-        are_np, settings = self._are_drafts(batch), found.settings
-        if not are_np.any():
-            return found
-        assert isinstance(settings, MaskedStepSettings) and settings.is_verified is not None
-        are = settings.is_verified
-        return found._replace(drafts=Drafts(are_np, are, are & (found.numbers.is_committing == 1)))
+        inputs = super()._read_slots(batch, input_batch)
+        is_draft = self._settings_of(inputs).is_verified
+        if is_draft is None:
+            return inputs
+        is_draft_np = self.slot_settings.are_verified(batch.slots_np)
+        return inputs._replace(drafts=Drafts(is_draft_np, is_draft, is_draft & inputs.commits))
 
-    def _noise(self, found: Found) -> torch.Tensor:
+    def _noise(self, inputs: StepInputs) -> torch.Tensor:
         """Returns the noise. It is the same for a position in both steps of a draft: a row that is
         verified predicts the position after its own."""
-        if found.drafts is None:
-            return super()._noise(found)
-        are, numbers = found.drafts.are, found.numbers
+        if inputs.drafts is None:
+            return super()._noise(inputs)
+        is_draft, numbers = inputs.drafts.is_draft, inputs.numbers
         return noise.uniform(
             numbers.noise_key,
-            self._positions(found) + found.drafts.are_verified[:, None],
-            numbers.steps_done.masked_fill(are, 0),
-            torch.where(are, noise.INITIAL, noise.CANDIDATE),
+            self._positions(inputs) + inputs.drafts.is_verified[:, None],
+            numbers.steps_done.masked_fill(is_draft, 0),
+            torch.where(is_draft, noise.INITIAL, noise.CANDIDATE),
         )
 
-    def _leads(self, found: Found) -> dict[int, torch.Tensor]:
+    def _leads(self, inputs: StepInputs) -> dict[int, torch.Tensor]:
         """Returns 1 for drafts that this step verifies and 0 for drafts that it makes, by index of
         the canvas. Only canvases whose requests have rules have an entry."""
-        drafts = found.drafts
+        drafts = inputs.drafts
         if drafts is None:
             return {}
-        ruled = self.requests.filters.canvases_with_rules(found.batch)
-        return {i: drafts.are_verified[i].long() for i in ruled if drafts.are_np[i]}
+        ruled = self.requests.filters.canvases_with_rules(inputs.batch)
+        return {i: drafts.is_verified[i].long() for i in ruled if drafts.is_draft_np[i]}
 
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+    def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Denoises the canvases. Log-probabilities of drafts are those before the temperature, as
         for an autoregressive model."""
-        denoised, logprobs = super()._denoise(found, source), self.requests.logprobs
-        if found.drafts is None or logprobs.reports_processed or not logprobs.any_in(found.batch):
+        denoised, logprobs = super()._denoise(inputs, source), self.requests.logprobs
+        if inputs.drafts is None or logprobs.reports_processed or not logprobs.any_in(inputs.batch):
             return denoised
-        are = found.batch.expand_to_rows(found.drafts.are)[:, None]
-        row_temperature = denoised.row_temperature.masked_fill(are, 1.0)
+        is_draft = inputs.batch.expand_to_rows(inputs.drafts.is_draft)[:, None]
+        row_temperature = denoised.row_temperature.masked_fill(is_draft, 1.0)
         return denoised._replace(row_temperature=row_temperature)
 
-    def _verified(self, found: Found, draws: LegalDraws, tokens: torch.Tensor) -> Verified | None:
-        """Draws the token behind each row of the drafts that are verified. Accepts drafted tokens
-        up to the first that differs from the drawn one. Returns None if no canvas is a draft."""
-        drafts, grammars = found.drafts, self.requests.grammars
+    def _verify_drafts(self, inputs: StepInputs, choice: Choice) -> VerifiedDrafts | None:
+        """Accepts the tokens of the drafts that are verified, up to the first that differs from the
+        candidate of the row before it. Returns None if no canvas is a draft."""
+        drafts, draws = inputs.drafts, choice.draws
         if drafts is None:
             return None
-        assert isinstance(grammars, GrammarRuns)
-        batch, ends, C = found.batch, found.numbers.end, self.canvas_length
+        batch, ends, C = inputs.batch, inputs.numbers.end, self.canvas_length
         canvas = self.slots.canvas[batch.slot_index]
-        counts = drafts.are_verified if found.cut is None else drafts.are_verified & ~found.cut
-        tokens = grammars.legal_verified_tokens(
-            batch, found.starts, counts, canvas, draws, tokens, lead=1
+        counts = drafts.is_verified if inputs.cut is None else drafts.is_verified & ~inputs.cut
+        tokens = self.grammars.legal_verified_tokens(
+            batch, inputs.starts, counts, canvas, draws, choice.candidates.tokens, lead=1
         )
         matches = tokens[:, :-1] == canvas[:, 1:]
         if batch.valid is not None:
@@ -105,16 +104,15 @@ class VerifiedStep(CausalStep):
         self.requests.logprobs.shift_draft_logits(batch, draws.logits, num_accepted, counts)
 
         # What ends the answer needs no forward of its own.
-        behind = found.starts + num_accepted
-        is_over = is_last_block(next_token, None, behind + 1, ends, found.stops)
+        behind = inputs.starts + num_accepted
+        is_over = is_last_block(next_token, None, behind + 1, ends, inputs.stops)
         is_next = torch.arange(C, device=self.device) == num_accepted[:, None]
         emitted = num_accepted + (is_over & (behind < ends) & (num_accepted < C))
-        begins_over = is_last_block(canvas[:, :1], None, found.starts + 1, ends, found.stops)
-        return Verified(
-            drafts,
-            torch.where(is_next, next_token, canvas),
-            torch.where(drafts.are_verified, emitted, begins_over),
-            next_token[:, 0],
+        begins_over = is_last_block(canvas[:, :1], None, inputs.starts + 1, ends, inputs.stops)
+        return VerifiedDrafts(
+            tokens=torch.where(is_next, next_token, canvas),
+            emitted=torch.where(drafts.is_verified, emitted, begins_over),
+            next_token=next_token[:, 0],
         )
 
     def _keep_seed_logits(
@@ -122,7 +120,8 @@ class VerifiedStep(CausalStep):
     ) -> None:
         """Keeps the logits of drafts' first tokens, for log-probabilities: the rows of a verified
         draft predict the tokens behind them."""
-        logprobs, are_drafts = self.requests.logprobs, self._are_drafts(rows)
+        logprobs = self.requests.logprobs
+        are_drafts = self.slot_settings.are_verified(rows.slots_np)
         kept = logits.all_rows(in_process=logprobs.reports_processed)
         for i in np.flatnonzero(are_drafts).tolist():
             own = None if is_new is None else is_new[i : i + 1]

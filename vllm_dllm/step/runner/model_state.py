@@ -173,7 +173,7 @@ class DiffusionModelState(ModelState):
         n = batch.num_canvases
         num_tokens = n * batch.canvas_length
         self._causal[:n] = self.step.slots.is_committing(batch.slots)
-        self._symmetric[:n] = self.step.slots.symmetric_window(batch.slots)
+        self._symmetric[:n] = self.step.slots.columns.symmetric_window[batch.slots]
         plain = self.model.embed_input_ids(input_ids[:num_tokens])
         self.step.condition(plain, batch, out=self._inputs_embeds[:num_tokens])
 
@@ -212,7 +212,7 @@ class DiffusionModelState(ModelState):
                 return
         num_reqs = len(requests.is_prompt)
         self._causal[:num_reqs] = self.causal(requests, input_batch)
-        self._symmetric[:num_reqs] = self.step.slots.symmetric_window(requests.slots)
+        self._symmetric[:num_reqs] = self.step.slots.columns.symmetric_window[requests.slots]
 
     @property
     def by_blocks(self) -> bool:

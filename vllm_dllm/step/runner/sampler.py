@@ -84,15 +84,15 @@ class DiffusionSampler:
         step, num_reqs, device = self.step, input_batch.num_reqs, logits.device
         if input_batch.num_draft_tokens_per_req is None:  # vLLM's dummy, which measures memory
             torch.empty(self._most_bytes, dtype=torch.uint8, device=device)
-        logits = step.start_canvases(logits, input_batch)
-        batch = step.batch
+        batch = step.take_batch()
+        step.start_canvases(batch, logits, input_batch)
+        recomputed = step.num_recomputed(batch, input_batch)
         if batch is None:
             none = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-            recomputed = step.num_recomputed(input_batch)
             rejected = none if recomputed is None else recomputed
             return _make_output(none[:, None].expand(-1, step.canvas_length), none, rejected, None)
-        recomputed = step.num_recomputed(input_batch)
-        best_guess, emitted, rejected, logprobs = step.advance(logits, input_batch)
+        result = step.advance(batch, logits, input_batch)
+        rejected = result.rejected
 
         def spread(column: torch.Tensor) -> torch.Tensor:
             """Returns [num_reqs, ...]: 0 for requests without a canvas, which sample nothing."""
@@ -109,7 +109,9 @@ class DiffusionSampler:
             rejected = rejected + recomputed
         if batch.behind is not None:
             rejected = rejected + spread(batch.behind)
-        return _make_output(spread(best_guess), spread(emitted), rejected, logprobs)
+        return _make_output(
+            spread(result.best_guess), spread(result.emitted), rejected, result.logprobs
+        )
 
 
 def _make_output(

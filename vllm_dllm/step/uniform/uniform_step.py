@@ -19,9 +19,10 @@ from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step, temper
 from vllm_dllm.step.asked.grammars import Legal
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings, reveal_rule
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Advanced, Denoised, Found
+from vllm_dllm.step.canvas_stages import Denoised, StepInputs, StepResult
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, WholeLogits
+from vllm_dllm.step.logits.filters import RuleContext
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.watched.counted import copy_numbers_to_host
@@ -85,11 +86,13 @@ class UniformStep(CanvasStep):
             out.copy_(plain)
             out[batch.tokens] = torch.where(committing, of_canvases, conditioned)
 
-    def advance(self, source: torch.Tensor, input_batch: InputBatch) -> Advanced:
+    def advance(
+        self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
+    ) -> StepResult:
         """Denoises or commits the canvases, in fused kernels if all are plain."""
-        if self.fuses and self.batch is not None and self._is_plain(self.batch):
-            return self._advance_plain(self._take_batch(), source, input_batch)
-        return super().advance(source, input_batch)
+        if self.fuses and self._is_plain(batch):
+            return self._advance_plain(batch, source, input_batch)
+        return super().advance(batch, source, input_batch)
 
     def _is_plain(self, batch: CanvasBatch) -> bool:
         """Returns whether fused kernels can settle these canvases: they depend on statistics and on
@@ -100,7 +103,7 @@ class UniformStep(CanvasStep):
 
     def _advance_plain(
         self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
-    ) -> Advanced:
+    ) -> StepResult:
         """Does what `_denoise_and_settle` does, in few launches."""
         from vllm_dllm.step.uniform.settle_triton import NAMES
 
@@ -116,18 +119,18 @@ class UniformStep(CanvasStep):
             )
             if reports:
                 logprobs = requests.logprobs.report(
+                    batch,
                     logits,
                     row_temperature,
                     batch.unflatten(best_guess),
-                    batch,
-                    input_batch.num_reqs,
-                    settled.at_once,
-                    settled.cut,
+                    num_reqs=input_batch.num_reqs,
+                    at_once=settled.at_once,
+                    cut=settled.cut,
                 )
             requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if requests.are_counted:
             self._numbers = copy_numbers_to_host(batch, NAMES, settled.counted)
-        return Advanced(settled.best_guess, settled.emitted, settled.rejected, logprobs)
+        return StepResult(settled.best_guess, settled.emitted, settled.rejected, logprobs)
 
     def _has_graph(self, batch: CanvasBatch) -> bool:
         """Returns whether a plain step of these canvases can be replayed: no request changes or
@@ -164,10 +167,10 @@ class UniformStep(CanvasStep):
         settings = self.requests.settings
         assert isinstance(settings, SlotSettings)
         drawn = self._fused_draws(batch, block_ends)
-        last_guess = self.slots.last_guess(batch.slot_index)
+        last_guess = self.slots.best_guess[batch.slot_index]
         if reports:
             last_guess = last_guess.clone()  # settling writes it, and a report reads it afterwards
-        logits = self._wrap_logits(source, batch, drawn.starts, last_guess)
+        logits = self._wrap_logits(source, RuleContext(batch, drawn.starts, last_guess))
         row_temperature = batch.flatten(drawn.temperature)[:, None]
         stats, soft_rows = logits.read(row_temperature, batch.flatten(drawn.noise.candidate))
         settled = settle(
@@ -175,10 +178,10 @@ class UniformStep(CanvasStep):
             drawn.noise,
             batch,
             block_ends,
-            self.max_model_len,
-            self.slots,
-            settings,
-            Emits(self.settling.spares_last_commit, joins_commits),
+            max_model_len=self.max_model_len,
+            slots=self.slots,
+            settings=settings,
+            emits=Emits(last=self.settling.spares_last_commit, others=joins_commits),
             keeps_emitted=not joins_commits,
         )
         store_soft_embeds(soft_rows, settled, batch, self.slots)
@@ -200,18 +203,19 @@ class UniformStep(CanvasStep):
             self.vocab_size,
         )
 
-    def _denoise(self, found: Found, source: torch.Tensor) -> Denoised:
+    def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Draws candidates, keeps to grammars, and decides which positions are accepted."""
-        batch, numbers, tokens, settings = found.batch, found.numbers, found.tokens, found.settings
+        batch, numbers, settings = inputs.batch, inputs.numbers, inputs.settings
+        last_guess = inputs.tokens.best_guess
         assert isinstance(settings, StepSettings)
         slots, idx = self.slots, batch.slot_index
         # Revealed tokens are the last best guesses; the canvas may hold a pin there.
-        reveal = reveal_rule(settings, slots.revealed[idx], tokens.best_guess)
+        reveal = reveal_rule(settings, slots.revealed[idx], last_guess)
         kept = None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN)
-        logits = self._wrap_logits(source, batch, found.starts, tokens.best_guess, kept)
-        step_temperature, drawn = self._draw_noise(found, settings)
+        logits = self._wrap_logits(source, RuleContext(batch, inputs.starts, last_guess, kept))
+        step_temperature, drawn = self._draw_noise(inputs, settings)
         row_temperature = batch.expand_to_rows(step_temperature)[:, None]
-        legal = self._find_legal_paths(found, logits, row_temperature, reveal)
+        legal = self._find_legal_paths(inputs, logits, row_temperature, reveal)
         by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
         if legal is not None:
@@ -221,77 +225,75 @@ class UniformStep(CanvasStep):
             stats = stats._replace(candidate=greedy)
         answer_only = None
         if settings.judges_answer_only is not None:
-            answer_only = AnswerOnly(settings.judges_answer_only, found.stops)
+            answer_only = AnswerOnly(settings.judges_answer_only, inputs.stops)
         outcome = denoise_step(
             stats,
             batch.valid,
-            CanvasState(
-                tokens.best_guess, numbers.times_repeated, numbers.steps_done, numbers.num_steps
-            ),
+            CanvasState(last_guess, numbers.times_repeated, numbers.steps_done, numbers.num_steps),
             drawn.renoise,
             settings.rules,
-            reveal,
-            answer_only,
-            None if legal is None else legal.constrained,
+            revealing=reveal,
+            answer_only=answer_only,
+            constrained=None if legal is None else legal.constrained,
         )
-        next_canvas = drawn.next_canvas if legal is None else legal.force_starts(drawn.next_canvas)
-        revealed = None if settings.reveal is None else outcome.accepted
+        next_canvas = drawn.next_canvas
         return Denoised(
-            logits,
-            step_temperature,
-            row_temperature,
-            stats,
-            soft_rows,
-            next_canvas,
-            outcome,
-            revealed,
+            logits=logits,
+            temperature=step_temperature,
+            row_temperature=row_temperature,
+            stats=stats,
+            soft_rows=soft_rows,
+            next_canvas=next_canvas if legal is None else legal.force_starts(next_canvas),
+            outcome=outcome,
+            revealed=None if settings.reveal is None else outcome.accepted,
         )
 
-    def _draw_noise(self, found: Found, settings: StepSettings) -> tuple[torch.Tensor, StepNoise]:
+    def _draw_noise(
+        self, inputs: StepInputs, settings: StepSettings
+    ) -> tuple[torch.Tensor, StepNoise]:
         """Returns the temperature [n] fp32 and the noise of each canvas."""
         if self.fuses:
-            of_step = self._fused_draws(found.batch, found.block_ends)
+            of_step = self._fused_draws(inputs.batch, inputs.block_ends)
             return of_step.temperature[:, 0], of_step.noise
-        numbers = found.numbers
-        done, most = numbers.steps_done, numbers.num_steps
-        starts, lengths, C = found.starts, found.batch.lengths, self.canvas_length
-        drawn = step_noise(numbers.noise_key, starts, lengths, done, C, self.vocab_size)
-        return temperature(done, most, settings.t_min, settings.t_span), drawn
+        numbers = inputs.numbers
+        drawn = step_noise(
+            numbers.noise_key,
+            inputs.starts,
+            inputs.batch.lengths,
+            steps=numbers.steps_done,
+            canvas_length=self.canvas_length,
+            vocab_size=self.vocab_size,
+        )
+        return (
+            temperature(numbers.steps_done, numbers.num_steps, settings.t_min, settings.t_span),
+            drawn,
+        )
 
     def _wrap_logits(
         self,
         source: torch.Tensor,  # see `advance`
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64
-        last_guess: torch.Tensor,  # [n, C] int64
-        kept: torch.Tensor | None = None,  # [n, C] int64, tokens revealed for good; < 0: none yet
+        context: RuleContext,
     ) -> CanvasLogits:
         """Returns the canvases' logits: whole, or streamed by tiles if the model does that."""
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
-        filters = self.requests.filters
-        return kind(
-            source, batch, starts, last_guess, self.soft_embedding, filters, self.memory, kept
-        )
+        return kind(source, context, self.logit_tools)
 
     def _find_legal_paths(
         self,
-        found: Found,
+        inputs: StepInputs,
         logits: CanvasLogits,
         row_temperature: torch.Tensor,  # [rows, 1] fp32
         reveal: Reveal | None,
     ) -> Legal | None:
         """Returns the legal paths of canvases with a grammar; None if no request has a grammar."""
         grammars = self.requests.grammars
-        if not grammars.any_in(found.batch):
+        if not grammars.any_in(inputs.batch):
             return None
-        skipped = found.numbers.is_committing == 1
-        if found.cut is not None:
-            skipped |= found.cut
         return grammars.find_legal_paths(
-            found.batch,
-            found.starts,
-            skipped,
-            found.numbers.steps_done,
+            inputs.batch,
+            inputs.starts,
+            inputs.skips_grammars,
+            inputs.numbers.steps_done,
             logits,
             row_temperature,
             reveal,
