@@ -69,16 +69,5 @@ def _prepare_server(parent: int) -> None:
     gc.disable()  # nothing that is imported is garbage; looking for it takes a seventh of the time
 
 
-def _freeze_imports() -> None:
-    """Ends the checks on the parent, and freezes all objects, so that garbage collectors of
-    children do not write into shared pages."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's server ignores it from here
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-
-
 if PARENT in os.environ:  # not where a tool imports all modules
     run(int(os.environ[PARENT]), os.environ[IMPORTS].split())

@@ -38,12 +38,10 @@ from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_bloc
 
 @dataclass
 class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata, with the keys of canvases under the reference rule, of images longer
-    than the window, and of second copies of blocks. `canvas_keys` None: the step has no such
-    canvas."""
+    """vLLM's CPU metadata, with the keys of what is computed here: canvases under the reference
+    rule, images longer than the window, and second copies of blocks."""
 
-    canvas_keys: CanvasKeys | None = None
-    more_keys: tuple[CanvasKeys, ...] = ()  # of images and copies
+    canvas_keys: tuple[CanvasKeys, ...] = ()
 
 
 class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -74,71 +72,55 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
-        """Returns the metadata of a step. Requests are split into ones that vLLM's kernel can
-        compute, which are causal or bidirectional."""
-        rules = window_rules or WindowRules()
-        copy_keys = self._build_copy_keys(common_attn_metadata)
-        common, rules, images = split_at_images(common_attn_metadata, rules)
+        """Returns the metadata of a step, with requests split into ones that vLLM's kernel can
+        compute: causal or bidirectional. It also computes the rows of second copies, as if they
+        were causal, which `CpuCanvasImpl` then overwrites."""
+        uncut = common_attn_metadata
+        common, rules, images = split_at_images(uncut, window_rules or WindowRules())
         common = split_into_blocks(common)
         base = super().build(common_prefix_len, common, fast_build)
-        return CpuCanvasMetadata(
-            **vars(base),
-            canvas_keys=self._build_canvas_keys(common, rules),
-            more_keys=(*self._build_image_keys(common, images), *copy_keys),
-        )
+        layouts = self._lay_out_windows(common, rules, images) if self.window_size > 0 else []
+        keys = [CanvasKeys.build(each, common.block_table_tensor.numpy()) for each in layouts]
+        if (copies := self._lay_out_copies(uncut)) is not None:
+            keys.append(CanvasKeys.build(copies, uncut.block_table_tensor.numpy()))
+        return CpuCanvasMetadata(**vars(base), canvas_keys=tuple(keys))
 
-    def _build_copy_keys(self, common: CommonAttentionMetadata) -> tuple[CanvasKeys, ...]:
-        """Returns the keys of the second copies of all blocks that the step verifies; empty if
-        there are none. vLLM's kernel computes these rows, too, as if they were causal."""
+    def _lay_out_copies(self, common: CommonAttentionMetadata) -> CanvasLayout | None:
+        """Returns the layout of the second copies of all blocks that the step verifies, or None if
+        there are none."""
         if not isinstance(common.causal, torch.Tensor) or int(common.causal.min()) >= 0:
-            return ()
-        layout = CanvasLayout.build_for_copies(
+            return None
+        return CanvasLayout.build_for_copies(
             common.causal.numpy().astype(np.int64),
             common.query_start_loc[: common.num_reqs + 1].numpy().astype(np.int64),
             common.seq_lens[: common.num_reqs].numpy().astype(np.int64),
             self.block_size,
         )
-        if layout is None:
-            return ()
-        return (CanvasKeys.build(layout, common.block_table_tensor.numpy()),)
 
-    def _build_image_keys(
-        self, common: CommonAttentionMetadata, images: list[Image]
-    ) -> tuple[CanvasKeys, ...]:
-        """Returns the keys of each image that is longer than the window; empty for layers without a
-        window."""
-        if self.window_size <= 0:
-            return ()
-        table = common.block_table_tensor.numpy()
-        return tuple(
-            CanvasKeys.build(
-                CanvasLayout.build_for_image(image, self.block_size, self.window_size - 1), table
-            )
-            for image in images
-            if image.end - image.first_key > self.window_size
-        )
-
-    def _build_canvas_keys(
-        self, common: CommonAttentionMetadata, rules: WindowRules
-    ) -> CanvasKeys | None:
-        """Returns the keys of canvases under the reference rule. None if there are none, or the
-        layers have no window. Layers of the same window and block size share the layout, which is
-        stored in `rules.shared`."""
-        if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
-            return None
+    def _lay_out_windows(
+        self, common: CommonAttentionMetadata, rules: WindowRules, images: list[Image]
+    ) -> list[CanvasLayout]:
+        """Returns the layout of the canvases under the reference rule, if there are any, and of
+        each image that is longer than the window. Layers of the same window and block size share
+        the former by `rules.shared`."""
         key = (self.window_size, self.block_size)
         if key not in rules.shared:
-            rules.shared[key] = self._build_layout(common, rules.symmetric)
-        layout = rules.shared[key]
-        if layout is None:
-            return None
-        return CanvasKeys.build(layout, common.block_table_tensor.numpy())
+            rules.shared[key] = self._lay_out_canvases(common, rules.symmetric)
+        layouts = [
+            CanvasLayout.build_for_image(image, self.block_size, self.window_size - 1)
+            for image in images
+            if image.end - image.first_key > self.window_size
+        ]
+        canvases: CanvasLayout | None = rules.shared[key]
+        return layouts if canvases is None else [canvases, *layouts]
 
-    def _build_layout(
+    def _lay_out_canvases(
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
     ) -> CanvasLayout | None:
-        """Returns the layout of canvases under the reference rule, or None if there are none.
+        """Returns the layout of the canvases under the reference rule, or None if there are none.
         `symmetric` [num_reqs]: 1 = the request has the symmetric rule; None: no request has."""
+        if not isinstance(common.causal, torch.Tensor):
+            return None
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
         bidirectional = common.causal.numpy() == 0
         if symmetric is not None:
@@ -168,26 +150,15 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
         attn_metadata: CpuCanvasMetadata | None,
         output: torch.Tensor,  # [T, Hq, D]
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *scales: torch.Tensor | None,
+        **named_scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes the attention of all T rows to `output`, and returns `output`."""
-        canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
-        more_keys = attn_metadata.more_keys if attn_metadata is not None else ()
-        if canvas_keys is None or not canvas_keys.layout.only_canvases:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        computed_here = more_keys if canvas_keys is None else (canvas_keys, *more_keys)
-        for keys in computed_here:
+        canvas_keys = () if attn_metadata is None else attn_metadata.canvas_keys
+        if not any(keys.layout.only_canvases for keys in canvas_keys):
+            inputs = layer, query, key, value, kv_cache, attn_metadata, output
+            super().forward(*inputs, *scales, **named_scales)
+        for keys in canvas_keys:
             attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
         return output
 

@@ -67,10 +67,8 @@ class CanvasLayout:
         last_steps = (ends - 1) // block_size - first_blocks
         block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
         # From here on, positions count from the first block of each canvas.
-        first_seen, end_seen = (
-            first_keys - first_blocks * block_size,
-            ends - first_blocks * block_size,
-        )
+        first_seen = first_keys - first_blocks * block_size
+        end_seen = ends - first_blocks * block_size
         keys = slice(int(first_seen.min()), int(end_seen.max()))
         bias = None
         if first_seen.max() != keys.start or end_seen.min() != keys.stop:

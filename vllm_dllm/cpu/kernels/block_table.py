@@ -11,11 +11,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-Grid = tuple[int, ...]
-
 
 def gather_block_tables(
-    grid: Grid,  # (num_groups, num_reqs_padded)
+    grid: tuple[int, ...],  # (num_groups, num_reqs_padded)
     batch_idx_to_req_idx: torch.Tensor,  # [num_reqs] int64
     src_block_table_ptrs: torch.Tensor,  # [num_groups] uint64
     dst_block_table_ptrs: torch.Tensor,  # [num_groups] uint64, tables written
@@ -63,7 +61,7 @@ def gather_block_tables(
 
 
 def compute_slot_mappings(
-    grid: Grid,  # (num_groups, num_reqs + 1)
+    grid: tuple[int, ...],  # (num_groups, num_reqs + 1)
     max_num_tokens: int,
     idx_mapping: torch.Tensor,  # [num_reqs] int64, -1 = a dummy that owns no blocks
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
@@ -114,7 +112,7 @@ def compute_slot_mappings(
 
 
 def apply_write(
-    grid: Grid,  # (num_writes, parts of the longest); the second since 0.33
+    grid: tuple[int, ...],  # (num_writes, parts of the longest); the second since 0.33
     output: torch.Tensor,  # the array written to; with groups: [num_groups] uint64 addresses
     output_stride: int | torch.Tensor,  # elements per row; with groups: [num_groups] int64
     write_indices: torch.Tensor,  # [num_writes] int32, row

@@ -9,11 +9,9 @@ and one slice each is faster than building flat indices.
 import numpy as np
 import torch
 
-Grid = tuple[int, ...]
-
 
 def prepare_prefill_inputs(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     input_ids: torch.Tensor,  # [num_tokens] int32, written where a request is prefilling
     next_prefill_tokens: torch.Tensor,  # [num_lookahead, max_num_reqs] int32, written likewise
     next_prefill_tokens_stride: int,
@@ -43,7 +41,7 @@ def prepare_prefill_inputs(
 
 
 def prepare_pos_seq_lens(
-    grid: Grid,  # (num_reqs + 1,)
+    grid: tuple[int, ...],  # (num_reqs + 1,)
     pos: torch.Tensor,  # [max_num_tokens] int64, written for the scheduled tokens
     seq_lens: torch.Tensor,  # [max_num_reqs] int32, written; 0 beyond the batch
     idx_mapping: torch.Tensor,  # [num_reqs] int64
@@ -64,7 +62,7 @@ def prepare_pos_seq_lens(
 
 
 def combine_sampled_and_draft_tokens(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     input_ids: torch.Tensor,  # [num_tokens] int32, written for requests past their prefill
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64
@@ -104,7 +102,7 @@ def combine_sampled_and_draft_tokens(
 
 
 def get_num_sampled_and_rejected(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     num_sampled: torch.Tensor,  # [num_reqs] int32, set to 0 for a prefill that goes on
     num_rejected: torch.Tensor,  # [num_reqs] int32, written
     seq_lens: torch.Tensor,  # [>= num_reqs] int32
@@ -123,7 +121,7 @@ def get_num_sampled_and_rejected(
 
 
 def post_update(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64, negative = leave this request alone
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64, written
@@ -168,7 +166,7 @@ def post_update(
 
 
 def post_update_num_computed_tokens(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced by the query lengths
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
@@ -180,7 +178,7 @@ def post_update_num_computed_tokens(
 
 
 def expand_idx_mapping(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     expanded_idx_mapping: torch.Tensor,  # [num_logits] int64, written: the slot of each logit row
     expanded_local_pos: torch.Tensor,  # [num_logits] int32, written: its index in its request
