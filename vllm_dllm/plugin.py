@@ -89,7 +89,8 @@ def _register_models() -> None:
 def _install_admission() -> None:
     """Installs the admission of requests, the checks of HTTP bodies, the parsers of answers, and
     the counts in `usage`."""
-    from vllm_dllm.compat import admission, http, metrics, parsers
+    from vllm_dllm.compat import admission, http, usage
+    from vllm_dllm.compat.patching import is_server
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error
     from vllm_dllm.requests.prediction import make_accepted_token_counter
@@ -100,8 +101,14 @@ def _install_admission() -> None:
     http.check_bodies(check_request_body, wrong_type_error)
     http.admit_before_streams(make_accepted_token_counter)
     http.set_beam_search_check(refuse_beam_search)
-    parsers.register_parsers(
-        ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
-        ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
-    )
-    metrics.patch_usage()
+    usage.patch_usage()
+    if is_server():
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager  # takes a second
+
+        ToolParserManager.register_lazy_module(
+            "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"
+        )
+        ReasoningParserManager.register_lazy_module(
+            "gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"
+        )

@@ -10,8 +10,8 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm.compat.admission import admit_prompt
-from vllm_dllm.compat.metrics import TokenCounter, count_http_request, count_results
 from vllm_dllm.compat.patching import is_server, wrap
+from vllm_dllm.compat.usage import TokenCounter, count_http_request, count_results
 
 MESSAGES = "/v1/messages"
 ROUTES = frozenset(

@@ -1,5 +1,4 @@
-"""vLLM's parsers of answers: registers ours for `--tool-call-parser` and `--reasoning-parser`, and
-finds which tokens end the reasoning before an answer."""
+"""Which tokens end the reasoning before an answer, as vLLM's parser of reasoning has it."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -11,8 +10,6 @@ from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-
-from vllm_dllm.compat.patching import is_server
 
 
 class ReasoningEnds(NamedTuple):
@@ -94,16 +91,3 @@ def open_reasoning(manager: StructuredOutputManager, request: Request) -> Reason
         return ends
     parser.adjust_initial_state_from_prompt(request.prompt_token_ids or ())
     return ends._replace(begins_open=begins_in_reasoning(parser))
-
-
-def register_parsers(
-    tool_parser: tuple[str, str, str],  # name for the command line, module, class
-    reasoning_parser: tuple[str, str, str],
-) -> None:
-    """Registers our parsers, which vLLM imports when a server asks for them. Repeatable. Does
-    nothing in a process that is no server, where importing vLLM's registers would take a second."""
-    if is_server():
-        from vllm.tool_parsers import ToolParserManager
-
-        ToolParserManager.register_lazy_module(*tool_parser)
-        ReasoningParserManager.register_lazy_module(*reasoning_parser)

@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 from vllm_dllm.compat.runner import (
     attach_canvas_numbers,
     join_commits,

@@ -75,9 +75,18 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     )  # fmt: skip
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
-        most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
+        most = min(most, most_with_logits(vllm_config))
     most = max(FEWEST_REQUESTS, most)
     if current_platform.is_cuda_alike():
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         most = min(most, max_canvases_per_step(budget, canvas_length))
     return most
+
+
+def most_with_logits(vllm_config: VllmConfig) -> int:
+    """Returns the logits of how many canvases fit into `LOGITS_MEMORY_BYTES`, at 8 bytes a logit;
+    at least `FEWEST_REQUESTS`."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    per_canvas = 8 * canvas_length * vllm_config.model_config.get_vocab_size()
+    return max(FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_canvas)
