@@ -1,5 +1,4 @@
-"""Installs the extension in a process. vLLM calls `register` in each of its processes, through the
-entry point `vllm.general_plugins`."""
+"""Installs the extension: vLLM calls `register`, in `vllm.general_plugins`, in each process."""
 
 import logging
 
@@ -12,8 +11,7 @@ from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_c
 logger = init_logger(__name__)
 
 CANVASES = "vllm_dllm_canvas"
-"""Name of the entry point in `vllm.endpoint_plugins` that serves canvases. vLLM loads it only if
-`VLLM_PLUGINS` names it."""
+"""The entry point that serves canvases. vLLM loads it only if `VLLM_PLUGINS` names it."""
 
 
 def register() -> None:
@@ -38,8 +36,7 @@ def register() -> None:
 
 
 def _install() -> None:
-    """Registers models and backends, and patches vLLM. Registers DiffusionGemma last, in place of
-    the placeholder that `register` has registered."""
+    """Registers models and backends, patches vLLM, and replaces the placeholder at the end."""
     from vllm import envs
     from vllm.platforms import current_platform
 
@@ -65,14 +62,12 @@ def _install() -> None:
     if CANVASES in (envs.VLLM_PLUGINS or ()):
         canvas_feeds.make_socket_folder(envs.VLLM_RPC_BASE_PATH)
     ModelRegistry.register_model(
-        DIFFUSION_GEMMA,
-        "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
+        DIFFUSION_GEMMA, "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"
     )
 
 
 def _register_models() -> None:
-    """Registers all models but DiffusionGemma, and for all of them the checks of their
-    configurations."""
+    """Registers all models but DiffusionGemma, and checks of all models' configurations."""
     from vllm_dllm.compat.startup import set_serving_config
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
@@ -87,8 +82,7 @@ def _register_models() -> None:
 
 
 def _install_admission() -> None:
-    """Installs the admission of requests, the checks of HTTP bodies, the parsers of answers, and
-    the counts in `usage`."""
+    """Installs admission, checks of HTTP bodies, parsers of answers, and counts in `usage`."""
     from vllm_dllm.compat import admission, http, usage
     from vllm_dllm.compat.patching import is_server
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target

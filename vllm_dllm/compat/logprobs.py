@@ -22,16 +22,12 @@ class RevealedLogprob(Logprob):
     """A token's log-probability, with the step that revealed it."""
 
     step: int = 0
-    """The denoise step of the token's block, counted from 1. 0: the token was known before the
-    first."""
+    """The denoise step of the token's block, from 1. 0: the token was known before the first."""
 
 
-def pack_step_into_ranks(
-    ranks: torch.Tensor,  # [rows] int64
-    step: torch.Tensor | int,  # [] int64
-) -> torch.Tensor:
-    """Returns `ranks`, [rows] int64, with `step` + 1 in their upper 32 bits. 0 there means no
-    step."""
+def pack_step_into_ranks(ranks: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+    """Returns `ranks`, [rows] int64, with `step` + 1 in their upper 32 bits, where 0 is no step.
+    `step`: [] int64."""
     return ranks + ((step + 1) << _BITS)
 
 
@@ -41,8 +37,7 @@ def return_revealed_steps() -> None:
 
     @wrap("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs")
     def update(stock: Any, self: Any, lists: Any) -> None:
-        """Adds a step's log-probabilities as vLLM does, and takes packed steps out of their
-        ranks."""
+        """Adds a step's log-probabilities as vLLM does, after removing packed steps from ranks."""
         steps = lists.sampled_token_ranks >> _BITS
         if not steps.any():
             return stock(self, lists)
@@ -68,8 +63,7 @@ def return_revealed_steps() -> None:
 
     @wrap(f"{serving}.completion.serving:OpenAIServingCompletion._create_completion_logprobs")
     def completion(stock: Any, self: Any, token_ids: Any, top_logprobs: Any, **kwargs: Any) -> Any:
-        """Returns vLLM's log-probabilities of a completion, with the list `steps` if there are
-        any."""
+        """Returns vLLM's log-probabilities of a completion, with the list `steps` if any."""
         found = stock(self, token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
         steps = _steps(token_ids, top_logprobs)
         return found.model_copy(update={"steps": steps}) if steps else found
@@ -78,9 +72,8 @@ def return_revealed_steps() -> None:
 def _steps(
     tokens: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
 ) -> list[int | None] | None:
-    """Returns the step that revealed each of `tokens`, None for a token of the prompt. Returns None
-    in place of a list if no token has a step. `scores`: each token's log-probabilities, by token
-    id."""
+    """Returns the step that revealed each of `tokens`, None for a token of the prompt, or None if
+    no token has a step. `scores`: each token's log-probabilities, by token id."""
     entries = [
         None if found is None else found.get(token)
         for token, found in zip(tokens, scores, strict=False)

@@ -1,5 +1,4 @@
-"""Numbers of canvases in vLLM's statistics, which carry them from a scheduler to the metrics of the
-API server."""
+"""Numbers of canvases in vLLM's statistics, which carry them to the API server's metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

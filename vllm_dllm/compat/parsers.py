@@ -48,8 +48,7 @@ def make_reasoning_parser(
 
 @lru_cache(maxsize=8)
 def _added_tokens_and_one_of_text(tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Returns the ids of tokens added to the vocabulary, such as special ones, and the id of any
-    token that was not added."""
+    """Returns the ids of tokens added to the vocabulary, and the id of any token that was not."""
     added = frozenset(tokenizer.get_added_vocab().values())
     return added, next(token for token in tokenizer.get_vocab().values() if token not in added)
 
@@ -66,9 +65,8 @@ def find_reasoning_ends(parser: ReasoningParser) -> ReasoningEnds | None:
     if parser.is_reasoning_end_streaming([text], [text]):
         return None
     # All of them, since vLLM's own check of a block asks the parser, too.
-    return ReasoningEnds(
-        frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
-    )
+    ends = frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
+    return ReasoningEnds(ends)
 
 
 def begins_in_reasoning(parser: ParserEngineReasoningAdapter) -> bool:
@@ -78,9 +76,8 @@ def begins_in_reasoning(parser: ParserEngineReasoningAdapter) -> bool:
 
 
 def open_reasoning(manager: StructuredOutputManager, request: Request) -> ReasoningEnds | None:
-    """Returns which tokens end the reasoning before the grammar of `request` applies. None: the
-    grammar applies from the first token, or the parser knows no reasoning. `manager`: the
-    scheduler's."""
+    """Returns which tokens end the reasoning before the grammar of `request` applies. None: it
+    applies from the first token, or the parser knows no reasoning. `manager`: the scheduler's."""
     wanted = request.structured_output_request
     if wanted is None or manager._get_constraint_bounds(request, ()).constraint_start == 0:
         return None

@@ -28,13 +28,12 @@ class StepCounts(NamedTuple):
 class RequestSteps(RequestSpecDecodeMetrics):
     """The steps of one request, carried in vLLM's counts of its drafts.
 
-    Entry 0 of `histogram` counts denoise steps apart from forwards, since one step may denoise a
-    canvas and commit it. The two lists have an entry for each forward.
+    Entry 0 of `histogram` counts denoise steps (`count_denoise_step`) apart from forwards, since
+    one step may denoise a canvas and commit it. The two lists have an entry for each forward.
     """
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Counts a forward of the request's canvas: adds an entry to both lists, and counts
-        `num_accepted` in `histogram` unless it is 0."""
+        """Counts a forward: an entry in both lists, and `num_accepted` in `histogram` if not 0."""
         self.num_draft_tokens += num_draft_tokens
         self.per_step_drafted.append(num_draft_tokens)
         self.per_step_accepted.append(num_accepted)
@@ -43,7 +42,7 @@ class RequestSteps(RequestSpecDecodeMetrics):
 
 
 def start_step_counts(request: Request, most_tokens: int) -> None:
-    """Has the steps of `request` counted from now on. `most_tokens`: of a canvas."""
+    """Has the steps of `request` counted from now on. `most_tokens`: the longest canvas."""
     request.spec_decode_metrics = RequestSteps.new(most_tokens)
 
 
@@ -64,8 +63,7 @@ class TokenCounter(Protocol):
     """Counts tokens of a request's answers."""
 
     def add_tokens(self, answer: Any, tokens: Any) -> None:
-        """Counts the next tokens of an answer. `answer` identifies it: request id and index.
-        `tokens`: their ids."""
+        """Counts the ids `tokens`, next in an answer. `answer`: its request id and index."""
 
     def counts(self) -> dict[str, int]:
         """Returns entries of `usage.completion_tokens_details`."""
@@ -91,8 +89,7 @@ class _UsageCounter:
             self.ends[output.index] = output.finish_reason
 
     def counts(self) -> dict[str, int]:
-        """Returns entries of `usage.completion_tokens_details`. Tokens are counted as they come,
-        steps only when an answer is finished."""
+        """Returns entries of `usage.completion_tokens_details`; steps only of finished answers."""
         found = {} if self.tokens is None else self.tokens.counts()
         if self.steps:
             columns = zip(*self.steps, strict=True)
@@ -112,9 +109,9 @@ def count_http_request() -> None:
 def count_results(
     results: AsyncIterator[Any], make_counter: Callable[[], TokenCounter | None]
 ) -> AsyncIterator[Any]:
-    """Returns the engine's `results`, counted for the HTTP request of this task if there is one.
-    `make_counter` makes the counter of tokens, or returns None; all prompts of the request share
-    it."""
+    """Returns the engine's `results`, counted for this task's HTTP request if there is one. All
+    prompts of the request share one counter of tokens, from `make_counter` unless it returns
+    None."""
     counter = _counter.get()
     if counter is None:
         return results

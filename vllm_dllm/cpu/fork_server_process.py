@@ -47,7 +47,7 @@ def _prepare_server(parent: int) -> None:
             os._exit(1)
 
     def reset_child() -> None:
-        """Gives a forked child Python's own signals and exit, and keeps it from starting another
+        """Gives a forked child Python's own signals and exit, and keeps it from forking a
         server."""
         if os.getppid() != server:
             return  # a child's child, forked by hand

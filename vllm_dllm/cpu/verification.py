@@ -108,14 +108,14 @@ class _SampledRows:
         """Returns tokens [num_reqs] int64, drawn from p or, where a draft was refused, from
         max(p - q, 0), where q is 1 for a best guess."""
         logits = self.logits[rows]
-        some = torch.nonzero(refused >= 0)[:, 0]
+        refusing = torch.nonzero(refused >= 0)[:, 0]
         if self.draft_logits is None:
-            logits[some, refused[some]] = float("-inf")
+            logits[refusing, refused[refusing]] = float("-inf")
         else:
-            log_p = logits[some].log_softmax(dim=-1)
-            log_q = self.draft_logits[rows[some]].log_softmax(dim=-1)
+            log_p = logits[refusing].log_softmax(dim=-1)
+            log_q = self.draft_logits[rows[refusing]].log_softmax(dim=-1)
             remainder = torch.log1p(-torch.exp(log_q - log_p).clamp(max=1.0))
-            logits[some] = torch.where(log_q < log_p, log_p + remainder, float("-inf"))
+            logits[refusing] = torch.where(log_q < log_p, log_p + remainder, float("-inf"))
         seeds, positions = self.seeds[rows.numpy(), None], self.positions[rows.numpy(), None]
         noise = gumbel_noise(seeds, positions, np.arange(logits.shape[1]), self.use_fp64)
         return (logits + torch.from_numpy(noise)).argmax(dim=-1)

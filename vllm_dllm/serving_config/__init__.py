@@ -32,8 +32,7 @@ from vllm_dllm.serving_config.images import prepare_images
 logger = init_logger(__name__)
 
 CPU_PAGE = 128
-"""Tokens of a page of the KV cache on CPUs. vLLM would choose as many, but only after models have
-adjusted the configuration."""
+"""Tokens of a page of the KV cache on CPUs. vLLM would choose as many, but later."""
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
 _CANVASES_OF_PROMPT = 4
 """Most tokens of a prompt in a step shared with others on CPUs, in canvases."""
@@ -44,8 +43,7 @@ large ones. Longer steps are no faster per token (H200, the 26B model: 10.3 us a
 
 
 class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
-    """vLLM's own adjustments for DiffusionGemma, without those that a CPU or a small vocabulary
-    does not need, and ours."""
+    """Adjustments for DiffusionGemma: vLLM's own, as far as they suit the machine, and ours."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -89,8 +87,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
 
 def adjust_as_vllm(vllm_config: VllmConfig) -> None:
     """Makes vLLM's adjustments for DiffusionGemma in `vllm_config`, in place. Then sets our
-    attention backend where this GPU runs it and the user named no other, and on a CPU the user's
-    choice again."""
+    attention backend if this GPU runs it and the user named none, and on a CPU the user's choice
+    again."""
     config = vllm_config.attention_config
     backend, flash_attn_version = config.backend, config.flash_attn_version
     DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)

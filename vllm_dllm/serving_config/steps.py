@@ -13,8 +13,7 @@ from vllm_dllm.quantization import modelopt
 logger = init_logger(__name__)
 
 SLOT_MEMORY_BYTES = 512 << 20
-"""Most memory for what requests keep from step to step, where the number of requests is a
-default."""
+"""Most memory for what a default number of requests keeps from step to step."""
 LOGITS_MEMORY_BYTES = 4 << 30
 """Most memory for the logits of a step's canvases, where the number of requests is a default."""
 FEWEST_REQUESTS = 8  # stock vLLM's default
@@ -46,8 +45,7 @@ def choose_cuda_graphs(vllm_config: VllmConfig) -> None:
 
 
 def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Returns whether steps become CUDA graphs. Called before vLLM has set the mode: where the user
-    named none, the optimization level decides."""
+    """Whether steps become CUDA graphs. Where the user named no mode yet, the level decides."""
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
         mode = CUDAGraphMode.NONE
@@ -84,7 +82,7 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
 
 
 def most_with_logits(vllm_config: VllmConfig) -> int:
-    """Returns the logits of how many canvases fit into `LOGITS_MEMORY_BYTES`, at 8 bytes a logit;
+    """Returns how many canvases have room for their logits, 8 bytes each, in `LOGITS_MEMORY_BYTES`;
     at least `FEWEST_REQUESTS`."""
     assert vllm_config.diffusion_config is not None
     canvas_length = vllm_config.diffusion_config.canvas_length

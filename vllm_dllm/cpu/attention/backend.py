@@ -16,35 +16,26 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import set_kernel_isa
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.cpu.attention.canvases import (
-    CanvasKeys,
-    CanvasLayout,
-    attend_canvases,
-    check_cache_layout,
-)
+from vllm_dllm.cpu.attention import canvases
+from vllm_dllm.cpu.attention.canvases import CanvasKeys, CanvasLayout, attend_canvases
 from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_blocks
 
 
 @dataclass
-class CpuCanvasMetadata(CPUAttentionMetadata):
+class CpuCanvasMetadata(cpu_attn.CPUAttentionMetadata):
     """vLLM's CPU metadata, with the keys of what is computed here: canvases under the reference
     rule, images longer than the window, and second copies of blocks."""
 
     canvas_keys: tuple[CanvasKeys, ...] = ()
 
 
-class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
+class CpuCanvasMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
     """Builds metadata with `CanvasKeys` for sliding-window layers, and for models that verify
     blocks in a second copy. Other layers have none."""
 
@@ -63,7 +54,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.window_size > 0 or (masked is not None and masked.verifies_copies):
             if self.isa == "amx":  # its cache is laid out for tiles
                 set_kernel_isa(self, "vec", layer_names)
-            check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
+            canvases.check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
     def build(
         self,
@@ -86,8 +77,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         return CpuCanvasMetadata(**vars(base), canvas_keys=tuple(keys))
 
     def _lay_out_copies(self, common: CommonAttentionMetadata) -> CanvasLayout | None:
-        """Returns the layout of the second copies of all blocks that the step verifies, or None if
-        there are none."""
+        """Returns the layout of all second copies of blocks, or None if there are none."""
         if not isinstance(common.causal, torch.Tensor) or int(common.causal.min()) >= 0:
             return None
         return CanvasLayout.build_for_copies(
@@ -100,9 +90,9 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
     def _lay_out_windows(
         self, common: CommonAttentionMetadata, rules: WindowRules, images: list[Image]
     ) -> list[CanvasLayout]:
-        """Returns the layout of the canvases under the reference rule, if there are any, and of
-        each image that is longer than the window. Layers of the same window and block size share
-        the former by `rules.shared`."""
+        """Returns the layout of the canvases under the reference rule, if any, and of each image
+        that is longer than the window. Layers of one window and block size share the first by
+        `rules.shared`."""
         key = (self.window_size, self.block_size)
         if key not in rules.shared:
             rules.shared[key] = self._lay_out_canvases(common, rules.symmetric)
@@ -111,8 +101,8 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
             for image in images
             if image.end - image.first_key > self.window_size
         ]
-        canvases: CanvasLayout | None = rules.shared[key]
-        return layouts if canvases is None else [canvases, *layouts]
+        of_canvases: CanvasLayout | None = rules.shared[key]
+        return layouts if of_canvases is None else [of_canvases, *layouts]
 
     def _lay_out_canvases(
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
@@ -137,7 +127,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class CpuCanvasImpl(CPUAttentionBackendImpl):
+class CpuCanvasImpl(cpu_attn.CPUAttentionBackendImpl):
     """vLLM's CPU attention, except that canvases under the reference rule, images longer than the
     window and second copies of blocks are computed here."""
 
@@ -159,17 +149,19 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
             inputs = layer, query, key, value, kv_cache, attn_metadata, output
             super().forward(*inputs, *scales, **named_scales)
         for keys in canvas_keys:
-            attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
+            canvases.attend_canvases(
+                query, kv_cache, keys, self.scale, output, self.logits_soft_cap
+            )
         return output
 
 
-class CpuCanvasBackend(CPUAttentionBackend):
+class CpuCanvasBackend(cpu_attn.CPUAttentionBackend):
     """vLLM's CPU backend with our metadata and attention, for the layers of a diffusion model."""
 
     @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+    def get_impl_cls() -> type[cpu_attn.CPUAttentionBackendImpl]:
         return CpuCanvasImpl
 
     @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+    def get_builder_cls() -> type[cpu_attn.CPUAttentionMetadataBuilder]:
         return CpuCanvasMetadataBuilder

@@ -6,6 +6,8 @@ state (`req_state_idx` in vLLM). Batches are small: a loop over requests with Py
 and one slice each is faster than building flat indices.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -110,8 +112,8 @@ def get_num_sampled_and_rejected(
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
 ) -> None:
-    """Writes how many rows of logits were rejected: all but the sampled ones. Sets both counts to 0
-    for unfinished prefills."""
+    """Writes how many rows of logits were not sampled. Both counts are 0 for unfinished
+    prefills."""
     num_reqs = grid[0]
     prefills_on = seq_lens.numpy()[:num_reqs] < prefill_len.numpy()[idx_mapping.numpy()]
     sampled = num_sampled.numpy()[:num_reqs]
@@ -142,10 +144,8 @@ def post_update(
 ) -> None:
     """Records the outcome of a step in the requests' state, in place: new tokens, computed KV
     positions and, where they come from another rank, drafts."""
-    computed, totals = num_computed_tokens.numpy(), total_len.numpy()
-    tokens, last, sampled = (
-        t.numpy() for t in (all_token_ids, last_sampled_tokens, sampled_tokens)
-    )
+    computed, totals, tokens = num_computed_tokens.numpy(), total_len.numpy(), all_token_ids.numpy()
+    last, sampled = last_sampled_tokens.numpy(), sampled_tokens.numpy()
     counts, rejected = num_sampled.tolist(), num_rejected.tolist()
     bounds = None if query_start_loc is None else query_start_loc.tolist()
     for row, slot in enumerate(idx_mapping.tolist()):
@@ -186,11 +186,8 @@ def expand_idx_mapping(
     **block_sizes: int,
 ) -> None:
     """Writes the slot of each row of logits, and the row's index in its request."""
-    num_reqs = grid[0]
-    bounds = cu_num_logits.numpy()[: num_reqs + 1]
+    bounds = cu_num_logits.tolist()[: grid[0] + 1]
     slots, local = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
-    for begin, end, slot in zip(
-        bounds[:-1].tolist(), bounds[1:].tolist(), idx_mapping.tolist(), strict=True
-    ):
+    for (begin, end), slot in zip(pairwise(bounds), idx_mapping.tolist(), strict=True):
         slots[begin:end] = slot
         local[begin:end] = np.arange(end - begin)

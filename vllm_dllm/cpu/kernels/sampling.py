@@ -117,10 +117,9 @@ def flatten_sampled(
     **launch_options: int,
 ) -> None:
     """Copies each request's sampled tokens to its first rows of `flat_sampled`."""
-    for row, (start, count) in enumerate(
-        zip(cu_num_logits.tolist()[:-1], num_sampled.tolist(), strict=True)
-    ):
-        flat_sampled[start : start + count] = sampled[row, :count]
+    starts = cu_num_logits.tolist()
+    for row, count in enumerate(num_sampled.tolist()):
+        flat_sampled[starts[row] : starts[row] + count] = sampled[row, :count]
 
 
 def topk_log_softmax(

@@ -104,7 +104,5 @@ def quantized_experts(
 
 
 direct_register_custom_op(
-    "vllm_dllm_quantized_experts",
-    quantized_experts,
-    fake_impl=lambda x, *args: torch.empty_like(x),
+    "vllm_dllm_quantized_experts", quantized_experts, fake_impl=lambda x, *args: torch.empty_like(x)
 )

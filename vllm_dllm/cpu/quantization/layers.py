@@ -80,17 +80,15 @@ def log_emulation(kind: Scheme, has_experts: bool) -> None:
 
 
 def _check_inputs(scheme: dict[str, Any] | None) -> None:
-    """Raises ValueError if a scheme has int8 inputs and this CPU cannot multiply them. `scheme`:
-    vLLM's dictionary; None: not quantised."""
+    """Raises ValueError for int8 inputs that this CPU cannot multiply. None: not quantised."""
     inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
     if inputs is not None and inputs.type == QuantizationType.INT:
         check_int8_support()
 
 
 class _ExpertsOnCpu(CompressedTensorsMoEMethod):
-    """Experts that compute by our operation: there is no vLLM kernel to choose or to prepare
-    weights for. Subclasses do not call the `__init__` of vLLM's class where that looks for a
-    kernel, finds none and fails."""
+    """Experts that compute by our operation, without a vLLM kernel. Subclasses do not call the
+    `__init__` of vLLM's class where it looks for a kernel, finds none and fails."""
 
     number_format: str
     """Key of `experts.PROJECTIONS`."""
@@ -159,8 +157,7 @@ class Nvfp4ExpertsOnCpu(
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Adds the global scales that are used from here on to `layer`: of weights, inverted, since
-        in the checkpoint they divide; of inputs, one for all experts. Leaves weights as they are
-        stored."""
+        the checkpoint's divide; of inputs, one for all experts."""
         for name, scale in (
             ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
             ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),
@@ -173,8 +170,7 @@ class Nvfp4ExpertsOnCpu(
 class Int8ExpertsOnCpu(
     _ExpertsOnCpu, compressed_tensors_moe_w8a8_int8.CompressedTensorsW8A8Int8MoEMethod
 ):
-    """int8 experts, multiplied by oneDNN: one scale per channel for weights, one per row for
-    activations."""
+    """int8 experts, multiplied by oneDNN: a scale per channel of weights, and per row."""
 
     number_format = "int8"
     tensors = ("handles", "weight")
