@@ -1,5 +1,4 @@
-"""Installs the extension in a process. vLLM calls `register` in each of its processes, through the
-entry point `vllm.general_plugins`."""
+"""Installs the extension: vLLM calls `register`, in `vllm.general_plugins`, in each process."""
 
 import logging
 
@@ -12,8 +11,7 @@ from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_c
 logger = init_logger(__name__)
 
 CANVASES = "vllm_dllm_canvas"
-"""Name of the entry point in `vllm.endpoint_plugins` that serves canvases. vLLM loads it only if
-`VLLM_PLUGINS` names it."""
+"""The entry point that serves canvases. vLLM loads it only if `VLLM_PLUGINS` names it."""
 
 
 def register() -> None:
@@ -38,8 +36,7 @@ def register() -> None:
 
 
 def _install() -> None:
-    """Registers models and backends, and patches vLLM. Registers DiffusionGemma last, in place of
-    the placeholder that `register` has registered."""
+    """Registers models and backends, patches vLLM, and replaces the placeholder at the end."""
     from vllm import envs
     from vllm.platforms import current_platform
 
@@ -65,14 +62,12 @@ def _install() -> None:
     if CANVASES in (envs.VLLM_PLUGINS or ()):
         canvas_feeds.make_socket_folder(envs.VLLM_RPC_BASE_PATH)
     ModelRegistry.register_model(
-        DIFFUSION_GEMMA,
-        "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion",
+        DIFFUSION_GEMMA, "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"
     )
 
 
 def _register_models() -> None:
-    """Registers all models but DiffusionGemma, and for all of them the checks of their
-    configurations."""
+    """Registers all models but DiffusionGemma, and checks of all models' configurations."""
     from vllm_dllm.compat.startup import set_serving_config
     from vllm_dllm.serving_config import DiffusionGemmaServingConfig, MaskedServingConfig
 
@@ -87,9 +82,9 @@ def _register_models() -> None:
 
 
 def _install_admission() -> None:
-    """Installs the admission of requests, the checks of HTTP bodies, the parsers of answers, and
-    the counts in `usage`."""
-    from vllm_dllm.compat import admission, http, metrics, parsers
+    """Installs admission, checks of HTTP bodies, parsers of answers, and counts in `usage`."""
+    from vllm_dllm.compat import admission, http, usage
+    from vllm_dllm.compat.patching import is_server
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error
     from vllm_dllm.requests.prediction import make_accepted_token_counter
@@ -100,8 +95,14 @@ def _install_admission() -> None:
     http.check_bodies(check_request_body, wrong_type_error)
     http.admit_before_streams(make_accepted_token_counter)
     http.set_beam_search_check(refuse_beam_search)
-    parsers.register_parsers(
-        ("gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"),
-        ("gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"),
-    )
-    metrics.patch_usage()
+    usage.patch_usage()
+    if is_server():
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager  # takes a second
+
+        ToolParserManager.register_lazy_module(
+            "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"
+        )
+        ReasoningParserManager.register_lazy_module(
+            "gemma4", "vllm_dllm.requests.gemma_reasoning_parser", "GemmaReasoningParser"
+        )

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine, cached_tokens
 from tests.engine.one_step import FEW_STEPS, random_ids
-from vllm_dllm.compat.metrics import pop_step_counts
+from vllm_dllm.compat.usage import pop_step_counts
 
 CANVAS = 32
 COUNTED = {"worker_extension_cls": "bench.step_split.StepSplit", "enable_prefix_caching": False}

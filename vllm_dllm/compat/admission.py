@@ -11,9 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm.compat.patching import is_server, wrap
 
-KEYS_OF_VLLM = frozenset(
-    {"ec_transfer_params", "kv_cache_report_mode", "kv_transfer_params", "session_id"}
-)
+KEYS_OF_VLLM = {"ec_transfer_params", "kv_cache_report_mode", "kv_transfer_params", "session_id"}
 """Keys of `SamplingParams.extra_args` that vLLM itself reads."""
 
 _STORED_PARAMETERS = {"data_parallel_rank", "kv_hints", "priority", "session_id", "trace_headers"}
@@ -21,14 +19,13 @@ _STORED_PARAMETERS = {"data_parallel_rank", "kv_hints", "priority", "session_id"
 
 
 class AdmittedPrompt(dict[str, Any]):
-    """A rendered prompt whose request was admitted before its response began. `request`: the
-    engine's request that was made of it."""
+    """A rendered prompt whose request was admitted before its response began."""
 
-    request: EngineCoreRequest
+    request: EngineCoreRequest  # made of the prompt
 
 
 class _NonDiffusionConfig:
-    """Wraps a ModelConfig and says that it is not of a diffusion model. vLLM then refuses no
+    """Wraps a ModelConfig and says that it is of no diffusion model, so that vLLM does not refuse
     sampling parameters and structured outputs."""
 
     is_diffusion = False
@@ -48,16 +45,13 @@ def set_admission(
 ) -> None:
     """Has requests admitted by our functions, by a patch of vLLM's `process_inputs`. Repeatable.
 
-    `admit` and `admit_target` get `resolve(params)`, which returns the engine's request. It is
-    vLLM's own `process_inputs`. In `admit` it does not refuse structured outputs and most sampling
-    parameters, as vLLM does for diffusion models.
-
     Args:
         architectures: the diffusion models whose requests `admit` admits.
         describe_server: called once, as `describe_server(vllm_config, tokenizer, to_many=...)`.
             `to_many`: whether this process serves HTTP.
-        admit: called as `admit(params, facts, resolve)`, where `facts` is what `describe_server`
-            returned.
+        admit: called as `admit(params, facts, resolve)`. `facts`: what `describe_server` returned.
+            `resolve(params)` is vLLM's own `process_inputs`, and returns the engine's request. Here
+            it does not refuse structured outputs and most sampling parameters.
         admit_target: called as `admit_target(params, resolve)` for other models with a drafter.
     """
     to_many = is_server()
@@ -72,7 +66,6 @@ def set_admission(
         *args: Any,
         **kwargs: Any,
     ) -> EngineCoreRequest:
-        """Returns the engine's request: the admitted one, or the one that our functions make."""
         if isinstance(prompt, AdmittedPrompt):
             prompt.request.request_id = request_id
             for name in _STORED_PARAMETERS & kwargs.keys():
@@ -102,11 +95,8 @@ def admit_prompt(
 ) -> Any:
     """Returns `prompt` as an AdmittedPrompt, with the engine's request that vLLM makes of it.
     Returns it unchanged if it is one already, or if it is text, whose tokens are not known yet.
-    `engine`: vLLM's AsyncLLM. `options`: keyword arguments of `AsyncLLM.generate`.
-
-    Raises:
-        VLLMValidationError: the request is refused.
-    """
+    `engine`: vLLM's AsyncLLM. `options`: keyword arguments of `AsyncLLM.generate`. Raises
+    VLLMValidationError if the request is refused."""
     if isinstance(prompt, AdmittedPrompt) or not (isinstance(prompt, dict) and "type" in prompt):
         return prompt
     admitted = AdmittedPrompt(prompt)
@@ -124,6 +114,5 @@ MAX_STOP_TOKENS = 128
 
 
 def max_bad_word_tokens() -> int:
-    """Returns how many tokens all bad words of a request may have together, which an environment
-    variable of vLLM's sets."""
+    """Returns how many tokens all bad words of a request may have together."""
     return envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

@@ -13,11 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 @contextmanager
 def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
     """Makes attention layers that are built in this context use `class_path` where vLLM picks its
-    CPU backend.
-
-    vLLM caches the backend that it picked for a configuration, so the cache is cleared on entry and
-    exit.
-    """
+    CPU backend. Clears vLLM's cache of backends that it has picked, on entry and on exit."""
     backend = AttentionBackendEnum.CPU_ATTN
     register_backend(backend, class_path)
     selector._cached_get_attn_backend.cache_clear()
@@ -30,8 +26,7 @@ def override_cpu_attention_backend(class_path: str) -> Iterator[None]:
 
 def register_custom_attention_backend(class_path: str) -> None:
     """Registers `class_path` as `--attention-backend CUSTOM`, the only name that vLLM leaves to
-    extensions in all of its processes. Does nothing if a class has that name already.
-    Repeatable."""
+    extensions in all of its processes. Does nothing if a class has that name already."""
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, class_path)
 
@@ -43,8 +38,7 @@ def custom_attention_backend(class_path: str) -> AttentionBackendEnum | None:
 
 
 def kv_cache_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the factors, [1] fp32 each, by which a layer multiplies cached keys and values when
-    it reads them."""
+    """Returns the factors, [1] fp32 each, by which a layer multiplies cached keys and values."""
     return layer._k_scale.view(1), layer._v_scale.view(1)
 
 

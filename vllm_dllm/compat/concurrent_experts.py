@@ -30,9 +30,9 @@ the dense half before the experts, where nothing runs beside it."""
 
 
 def allow_concurrent_experts(vllm_config: VllmConfig) -> bool:
-    """Returns whether Gemma's layers may launch their experts on a second stream of the GPU, and if
-    so changes how `vllm_config` compiles them, in place. Called before the model is built, which
-    copies the compiler's settings.
+    """Returns whether Gemma's layers may launch their experts on a second stream of the GPU. If so,
+    adds `IN_ORDER` to the compiler's settings in `vllm_config`, in place. Call it before the model
+    is built, which copies these settings.
 
     Layers keep vLLM's order on other devices, where a user wants one stream, where ranks share a
     layer (the sum over ranks would have to wait, too), and with adapters or steps in parts, which
@@ -40,12 +40,10 @@ def allow_concurrent_experts(vllm_config: VllmConfig) -> bool:
     """
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     config = vllm_config.model_config.hf_text_config
-    is_mixture = bool(getattr(config, "num_experts", None))
-    has_layer_inputs = bool(getattr(config, "hidden_size_per_layer_input", None))
     allowed = (
         current_platform.is_cuda()
-        and is_mixture
-        and not has_layer_inputs
+        and bool(getattr(config, "num_experts", None))
+        and not getattr(config, "hidden_size_per_layer_input", None)
         and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM
         and parallel.world_size_across_dp == 1
         and not parallel.use_ubatching
@@ -63,12 +61,12 @@ def run_experts_beside_mlp(layers: Iterable[Any]) -> None:
     which `allow_concurrent_experts` returned True."""
     for layer in layers:
         layer.__class__ = ConcurrentLayer
-        layer.experts._forward_impl = _beside.wrap(layer.experts._forward_impl, layer.router.proj)
+        run = layer.experts._forward_impl
+        layer.experts._forward_impl = _second_stream.wrap(run, layer.router.proj)
 
 
 class ConcurrentLayer(Gemma4DecoderLayer):
-    """The stock layer, with its router and experts launched before the dense MLP and awaited after
-    it."""
+    """The stock layer, with its experts launched before the dense MLP and awaited after it."""
 
     def forward(
         self,
@@ -103,17 +101,17 @@ class ConcurrentLayer(Gemma4DecoderLayer):
 
 
 def rows_of_router(router: Any, states: torch.Tensor) -> torch.Tensor:
-    """Returns what `router.proj` makes logits of, [T, H] as `states` [T, H] are: the first half of
-    `Gemma4Router.forward`."""
+    """Returns what `router.proj` reads, [T, H]: the first half of `Gemma4Router.forward`."""
     rows: torch.Tensor = router.norm(states)
     return rows * router.root_size.to(rows.dtype) * router.scale.to(rows.dtype)
 
 
-class _Beside:
-    """What runs on the second stream. Layers run one after the other, so two events are enough."""
+class _SecondStream:
+    """Runs experts on the second stream, with two events, since layers run one after the other."""
 
-    def __init__(self) -> None:
-        self._is_awaited = self._is_running = self._wraps_experts = False
+    _wraps_experts = False
+    _is_awaited = False  # whether the caller of the next experts calls `wait`
+    _is_running = False
 
     @cached_property
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -121,9 +119,9 @@ class _Beside:
         return torch.cuda.Event(), torch.cuda.Event()
 
     def begin(self) -> None:
-        """Says that the caller of the next experts gives the router's rows in the place of logits,
-        and calls `wait` before it reads the result. A compiled graph of stock layers, kept since an
-        earlier start, does not say so."""
+        """Has the next experts run on the second stream. Their caller gives them the router's rows
+        in the place of logits, and calls `wait` before it reads the result. A compiled graph of
+        stock layers, kept since an earlier start, does not call this."""
         # Else rows would be taken for logits.
         assert self._wraps_experts, "the compiled graph is of other layers than these"
         self._is_awaited = True
@@ -131,14 +129,18 @@ class _Beside:
     def wrap(
         self, run: Callable[..., torch.Tensor], project: Callable[..., Any]
     ) -> Callable[..., torch.Tensor]:
-        """Returns `run`, the experts for states [T, H] and logits [T, E], which runs on the second
-        stream if its result is awaited. `project`: makes logits of the router's rows [T, H]; what
-        it returns comes first in a tuple."""
+        """Returns a function that runs experts on the second stream after `begin`, and else as
+        before.
+
+        Args:
+            run: computes the experts for states [T, H] and logits [T, E].
+            project: makes logits [T, E] of the router's rows [T, H], the first of a tuple.
+        """
         self._wraps_experts = True
 
-        def beside(states: torch.Tensor, routing: torch.Tensor, *inputs: Any) -> torch.Tensor:
-            """Returns at once; what it returns can be read after `wait`. `routing`: the router's
-            rows if the result is awaited, else logits."""
+        def run_beside(states: torch.Tensor, routing: torch.Tensor, *inputs: Any) -> torch.Tensor:
+            """Returns at once; the result can be read after `wait`. `routing`: the router's rows
+            after `begin`, else logits."""
             if not self._is_awaited:
                 return run(states, routing, *inputs)
             self._is_awaited = False
@@ -148,12 +150,12 @@ class _Beside:
             ready.record(current_stream())
             with torch.cuda.stream(stream):
                 ready.wait(stream)
-                found = run(states, project(routing)[0], *inputs)
+                mixed = run(states, project(routing)[0], *inputs)
                 done.record(stream)
             self._is_running = True
-            return found
+            return mixed
 
-        return beside
+        return run_beside
 
     def wait(self) -> None:
         """Makes the current stream wait for what runs on the second one, if anything does."""
@@ -162,27 +164,25 @@ class _Beside:
             self._is_running = False
 
 
-_beside = _Beside()
+_second_stream = _SecondStream()
 
 
 def _begin_experts(router_rows: torch.Tensor) -> None:
-    """Says that the experts that `router_rows` choose are awaited. The compiler takes it for a
-    change of these rows, and so leaves it before the experts."""
-    _beside.begin()
+    """Has the experts that `router_rows` choose run on the second stream. The compiler takes the
+    call for a change of these rows, and so leaves it before the experts."""
+    _second_stream.begin()
 
 
 def _await_experts(
     mixed: torch.Tensor, dense: torch.Tensor, expert_rows: torch.Tensor, router_rows: torch.Tensor
 ) -> None:
-    """Makes the current stream wait for the experts' result, `mixed`. The others are named so that
-    the compiler leaves `dense` before, and the memory of what the experts read alone until
-    then."""
-    _beside.wait()
+    """Makes the current stream wait for the experts' result, `mixed`. The other arguments keep the
+    compiler from computing `dense` later, and from reusing memory that the experts read."""
+    _second_stream.wait()
 
 
-def _nothing(*tensors: torch.Tensor) -> None:
-    """What the compiler traces in place of each."""
-
-
-direct_register_custom_op("vllm_dllm_begin_experts", _begin_experts, ["router_rows"], _nothing)
-direct_register_custom_op("vllm_dllm_await_experts", _await_experts, ["mixed"], _nothing)
+for name, run, changed in (
+    ("begin_experts", _begin_experts, "router_rows"),
+    ("await_experts", _await_experts, "mixed"),
+):
+    direct_register_custom_op(f"vllm_dllm_{name}", run, [changed], lambda *tensors: None)

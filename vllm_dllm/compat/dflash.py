@@ -1,5 +1,4 @@
-"""vLLM's DFlash speculators and drafter model, with some steps open to subclasses. Only workers
-import this: it loads much."""
+"""vLLM's DFlash speculators and drafter model, open to subclasses. Only workers import this."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,10 +27,7 @@ class DFlash2Hooks(FiniteStatesSpeculator, DFlash2Speculator):
     """vLLM's DFlash2 speculator, with finite hidden states and scores of candidates."""
 
     def _score_candidates(
-        self,
-        candidate_ids: torch.Tensor,
-        unary_logits: torch.Tensor,
-        hidden_states: torch.Tensor,
+        self, candidate_ids: torch.Tensor, unary_logits: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         """Returns vLLM's scores of candidates, with 0 for those that are not finite."""
         scores = super()._score_candidates(candidate_ids, unary_logits, hidden_states)
@@ -52,17 +48,19 @@ class DFlashHooks(FiniteStatesSpeculator):
         aux_hidden_states: list[torch.Tensor] | None,
         tokens: torch.Tensor | None = None,  # [n] int64 of the batch; None: all
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Returns what the target has just computed for the chosen tokens: hidden states [n,
-        hidden_size] of each layer that the drafter reads, positions [n], and slots [num_groups, n]
-        in the KV cache. Does not wait for the device. `aux_hidden_states`: those layers' states
-        [num_tokens, hidden_size]; None: the drafter reads `last_hidden_states`."""
+        """Returns what the target has just computed for `tokens`: hidden states [n, hidden_size] of
+        each layer that the drafter reads, positions [n], and slots [num_groups, n] in the KV cache.
+        Does not wait for the device.
+
+        `aux_hidden_states`: states [num_tokens, hidden_size] of the layers that the drafter reads;
+        None: it reads `last_hidden_states`.
+        """
         chosen = slice(input_batch.num_tokens) if tokens is None else tokens
         # The target's own slots of this step: drafting has not yet put a block's in their place.
-        by_group = [
-            self.block_tables.slot_mappings[gid, chosen] for gid in self.draft_kv_cache_group_ids
-        ]
+        mappings, group_ids = self.block_tables.slot_mappings, self.draft_kv_cache_group_ids
+        slots = torch.stack([mappings[gid, chosen] for gid in group_ids])
         states = [states[chosen] for states in aux_hidden_states or [last_hidden_states]]
-        return states, input_batch.positions[chosen], torch.stack(by_group)
+        return states, input_batch.positions[chosen], slots
 
     def store_context(
         self,
@@ -70,8 +68,8 @@ class DFlashHooks(FiniteStatesSpeculator):
         positions: torch.Tensor,  # [n] int64
         slots: torch.Tensor,  # [num_groups, n] int64
     ) -> None:
-        """Writes the drafter's keys and values of tokens to its KV cache, without preparing a
-        draft. Those of refused drafts are overwritten when their positions are computed again."""
+        """Writes the drafter's keys and values of n tokens to its KV cache, without preparing a
+        draft. Keys and values of refused drafts are overwritten later."""
         of_layers = self._layer_group_idx or [0] * len(self.model.model.layers)
         self.model.precompute_and_store_context_kv(
             self.model.combine_hidden_states(states), positions, [slots[i] for i in of_layers]
@@ -79,8 +77,8 @@ class DFlashHooks(FiniteStatesSpeculator):
 
     @property
     def cache_is_windowed(self) -> bool:
-        """Whether vLLM may give a running request's cache blocks to others, as it does where some
-        of the drafter's layers have a sliding window."""
+        """Whether some of the drafter's layers have a sliding window, so that vLLM may give cache
+        blocks of a running request to others."""
         groups = self.kv_cache_config.kv_cache_groups
         return any(
             getattr(groups[gid].kv_cache_spec, "sliding_window", None) is not None
@@ -107,13 +105,13 @@ class DFlashHooks(FiniteStatesSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Returns drafts [n, num_speculative_tokens] for the requests `rows` of a batch, whose
-        context must be stored. Drafts as if each had just computed its last valid token and nothing
-        else. Overwrites the gathered block tables of the step. Other arguments are those of vLLM's
+        context must be stored, as if each had just computed its last valid token and nothing else.
+        Overwrites the gathered block tables of the step. Other arguments are those of vLLM's
         `propose`."""
         num_reqs = len(rows)
         chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
         last = input_batch.query_start_loc[chosen + 1].long() - 1 - num_rejected[chosen]
-        some = replace(
+        last_tokens = replace(
             input_batch,
             req_ids=[input_batch.req_ids[row] for row in rows],
             num_reqs=num_reqs,
@@ -125,9 +123,9 @@ class DFlashHooks(FiniteStatesSpeculator):
             positions=input_batch.positions[last],
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[rows],
         )
-        self.block_tables.gather_block_tables(some.idx_mapping, num_reqs_padded=num_reqs)
+        self.block_tables.gather_block_tables(last_tokens.idx_mapping, num_reqs_padded=num_reqs)
         return super().propose(
-            some,
+            last_tokens,
             attn_metadata,
             slot_mappings,
             last_hidden_states[last],
@@ -141,9 +139,9 @@ class DFlashHooks(FiniteStatesSpeculator):
     def generate_draft(
         self, num_reqs: int, forward: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Hook. Returns drafts [num_reqs, num_speculative_tokens] for the prepared blocks. None has
-        vLLM draw them, and is what this method returns. `forward` computes the blocks' hidden
-        states [num_tokens, hidden_size]."""
+        """Hook. Returns drafts [num_reqs, num_speculative_tokens] for the prepared blocks. Here
+        returns None, which has vLLM draw them. `forward` computes the blocks' hidden states
+        [num_tokens, hidden_size]."""
         return None
 
     def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:

@@ -24,15 +24,14 @@ class DraftSchedulerHooks(SchedulerHooks):
     """The hooks of a scheduler whose requests verify different numbers of drafts."""
 
     def verified_width(self, request: Request) -> int:
-        """Hook. Returns how many tokens of `request`'s new draft are verified; here all of them."""
+        """Hook. Returns how many tokens of `request`'s new draft are verified; here all."""
         return len(request.spec_token_ids)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Hook that does nothing here. Called when the target has accepted `num_accepted` of
-        `num_drafts` > 0 drafts of a request."""
+        """Hook. Called when the target has accepted `num_accepted` of `num_drafts` > 0 drafts."""
 
     def request_freed(self, request: Request) -> None:
-        """Hook that does nothing here. Called when `request` has ended, before vLLM frees it."""
+        """Hook. Called when `request` has ended, before vLLM frees it."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -77,10 +76,6 @@ class DraftSchedulerHooks(SchedulerHooks):
 
 
 StockScheduler, StockAsyncScheduler = Scheduler, AsyncScheduler
-_PREDICTED_WIDTHS = "predicted_widths"
-"""Attribute of `ModelRunnerOutput` with the draft widths that the speculator predicted."""
-
-
 _OTHER_DFLASH_ARCHITECTURES = {  # with speculators of their own
     "LiLiCorrDraftModel",
     "DFlash2DraftModel",
@@ -96,8 +91,7 @@ def has_dflash_method(speculative: SpeculativeConfig | None) -> TypeGuard[Specul
 
 
 def is_dflash(speculative: SpeculativeConfig | None) -> bool:
-    """Whether the drafter is a plain DFlash one, which our speculator serves. Other architectures
-    of vLLM's method "dflash", such as DFlash2, have speculators of their own."""
+    """Whether the drafter is a plain DFlash one, which our speculator serves."""
     return has_dflash_method(speculative) and not _OTHER_DFLASH_ARCHITECTURES & set(
         speculative.draft_model_config.architectures
     )
@@ -112,9 +106,8 @@ def is_dflash2(speculative: SpeculativeConfig | None) -> bool:
 
 
 def set_speculator_classes(dflash: str, dflash2: str) -> None:
-    """Makes model runners of this process, a worker, draft with the speculator class at path
-    `dflash` or `dflash2` where a DFlash or DFlash2 drafter is served. vLLM has no option for the
-    class. Repeatable."""
+    """Makes model runners of this worker draft with the speculator class at path `dflash` or
+    `dflash2` where a DFlash or DFlash2 drafter is served. Repeatable."""
 
     @wrap("v1.worker.gpu.model_runner:init_speculator")
     def init_speculator(
@@ -145,22 +138,19 @@ def set_placeholder_drafts(scheduler: Scheduler, output: SchedulerOutput) -> Non
 
 
 def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
-    """Returns the draft widths, by request id, that the speculator predicted with a step. Empty if
-    it predicted none."""
-    return getattr(output, _PREDICTED_WIDTHS, {})
+    """Returns the draft widths, by request id, that the speculator predicted, if any."""
+    return getattr(output, "predicted_widths", {})
 
 
 def send_widths_to_speculator(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """Passes the draft widths attached to a step to the runner's speculator, before the step runs.
-    Does nothing if there are none."""
+    """Passes the draft widths attached to a step, if any, to the runner's speculator."""
     if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
         runner.speculator.step_begins(scheduler_output, widths)
 
 
 def send_predicted_widths(runner: Any, output: Any) -> Any:
-    """Returns `output` of a worker's step. Attaches the widths that the speculator predicts, if it
-    predicts any, to the output in place."""
+    """Returns `output` of a worker's step, after attaching the predicted widths, if any."""
     take_widths = getattr(runner.speculator, "take_predicted_widths", None)
     if take_widths is not None and isinstance(output, AsyncModelRunnerOutput):
-        setattr(output.model_runner_output, _PREDICTED_WIDTHS, take_widths())
+        output.model_runner_output.predicted_widths = take_widths()
     return output

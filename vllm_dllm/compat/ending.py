@@ -37,8 +37,7 @@ _STOPPING = "_vllm_dllm_stopping"
 
 
 class ServerStopping(GracefulHTTPError, RetryableRequestError):
-    """The error of a request that a stopping server ends: HTTP 503, or an error in a stream. It is
-    logged without a traceback."""
+    """The error of a request that a stopping server ends: HTTP 503, logged without a traceback."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -48,9 +47,9 @@ class ServerStopping(GracefulHTTPError, RetryableRequestError):
 
 
 def stop_gracefully() -> None:
-    """Patches how servers of diffusion models and DFlash drafters stop. Requests in flight can
-    finish or get an error, new ones get HTTP 503, and clients that do not read are not waited for.
-    Repeatable."""
+    """Patches vLLM's shutdown of servers of diffusion models and DFlash drafters. Requests in
+    flight can finish or get an error, new ones get HTTP 503, and the server does not wait for
+    clients that do not read. Repeatable."""
 
     @wrap("v1.engine.async_llm:AsyncLLM.shutdown")
     def shutdown(stock: Any, self: Any, timeout: float | None = None) -> None:
@@ -102,9 +101,9 @@ def limit_interrupted_start() -> None:
 
 
 def leave_signals_to_engine() -> None:
-    """Makes a worker process ignore SIGINT and SIGTERM, so that requests in flight can finish:
-    Ctrl-C and service managers signal all processes of a server. The engine ends its workers. Does
-    nothing in other processes."""
+    """Makes a worker process ignore SIGINT and SIGTERM, which Ctrl-C and service managers send to
+    all processes: requests in flight can finish, and the engine ends its workers. Does nothing
+    elsewhere."""
     is_worker_process = multiprocessing.current_process().name.startswith("VllmWorker")
     if is_worker_process and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -117,8 +116,7 @@ def _is_ours(config: VllmConfig) -> bool:
 
 
 def _in_event_loop() -> bool:
-    """Whether this thread runs the server's event loop, so that waiting here would stop its
-    requests."""
+    """Whether this thread runs the server's event loop, which waiting here would stop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -128,8 +126,7 @@ def _in_event_loop() -> bool:
 
 def _stop_requests(engine: Any, limit_s: float) -> None:
     """Waits up to `limit_s` seconds for the requests in flight, then ends the others with an error.
-    Has this process killed `ALL_S` after that time. Blocks its thread, which must not run the event
-    loop."""
+    Has this process killed `ALL_S` after that time. Must not be called in the event loop."""
     if engine.engine_core.resources.engine_manager is None:
         # One of several API servers: its parent kills it when the time is over.
         limit_s = max(limit_s - CONNECTIONS_S - 1, 0)
@@ -160,8 +157,7 @@ async def _end_requests(engine: Any) -> None:
 
 
 def _kill_after(limit_s: float) -> None:
-    """Starts a thread that kills this process and its children after `limit_s` seconds, if it is
-    still running. Returns at once."""
+    """Starts a thread that kills this process and its children after `limit_s` seconds."""
 
     def kill() -> None:
         time.sleep(limit_s)

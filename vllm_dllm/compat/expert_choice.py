@@ -13,23 +13,19 @@ from vllm_dllm.compat.patching import temporarily_patch
 @contextmanager
 def use_routing_function(choose: Callable[..., Any]) -> Iterator[None]:
     """Makes layers that are built in this context route tokens by `choose`, which gets the
-    arguments of vLLM's `custom_routing_function` and, as `bias`, the layer's bias. vLLM's
-    BailingMoeV2 has no option for that."""
+    arguments of vLLM's `custom_routing_function` and, as `bias`, the layer's bias."""
 
-    def make(stock: Any) -> Any:
-        """Returns a replacement of vLLM's factory `stock` of experts, with options that route by
-        `choose`."""
-
-        def made(*, e_score_correction_bias: torch.Tensor, **options: Any) -> Any:
-            own = {
+    def make_factory(stock: Any) -> Any:
+        def make_experts(*, e_score_correction_bias: torch.Tensor, **options: Any) -> Any:
+            options |= {
                 "custom_routing_function": partial(choose, bias=e_score_correction_bias),
                 "use_grouped_topk": False,
                 "num_expert_group": None,
                 "topk_group": None,
             }
-            return stock(**options | own)
+            return stock(**options)
 
-        return made
+        return make_experts
 
-    with temporarily_patch("model_executor.models.bailing_moe:FusedMoEFactory", make):
+    with temporarily_patch("model_executor.models.bailing_moe:FusedMoEFactory", make_factory):
         yield

@@ -1,5 +1,4 @@
-"""vLLM's MoE kernels: which layers run them, with which tile sizes, and how to run another kernel
-first."""
+"""vLLM's MoE kernels: which layers run them, their tile sizes, and how to run another first."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,15 +47,14 @@ class ExpertCall:
     rows: torch.Tensor  # [T * top_k, K] to work in
 
     def align_blocks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what vLLM's `moe_align_block_size` returns: rows sorted by expert in blocks of
-        `size`, the expert of each block, and the number of rows with padding. All are on the
+        """Returns rows sorted by expert in blocks of `size`, the expert of each block, and the
+        number of rows with padding, as vLLM's `moe_align_block_size` does. All are on the
         device."""
         return moe_align_block_size(self.ids, size, len(self.down))
 
 
 def find_expert_layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:
-    """Yields the MoE layers among `modules` whose kernel is in `AS_LOADED`. Leaves out layers that
-    exchange tokens with other ranks."""
+    """Yields the layers with a kernel in `AS_LOADED` that exchange no tokens with other ranks."""
     for module in modules:
         if not isinstance(module, RoutedExperts):
             continue
@@ -72,9 +70,8 @@ def has_tunable_tiles(layer: RoutedExperts) -> bool:
 
 
 def is_two_products(layer: RoutedExperts) -> bool:
-    """Whether the layer is two matrix products and an activation, without biases or clamps, and all
-    experts are on this rank. Its weights are unquantised, or FP8 with a scale for each output
-    channel and token."""
+    """Whether the layer is two matrix products and an activation, without biases or clamps, with
+    all experts on this rank, and unquantised or in FP8 with scales per output channel and token."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     config = kernel.quant_config
     by_channel = config.use_fp8_w8a8 and config.per_act_token_quant and config.per_out_ch_quant
@@ -95,27 +92,31 @@ def set_expert_kernel(
     run: Callable[[ExpertCall], bool],
     quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Makes `run` compute a layer of two products from now on. It writes `output` of its argument
-    and returns True, or returns False to have vLLM's kernel compute. In FP8 either reads what
-    `quantise` makes of the tokens' states [T, K]: e4m3 [T, K] and scales [T, 1] fp32."""
+    """Makes `run` compute `layer`, for which `is_two_products`, from now on.
+
+    Args:
+        run: writes `output` of its argument and returns True, or returns False to have vLLM's
+            kernel compute.
+        quantise: called with the tokens' states [T, K] in FP8. Returns e4m3 [T, K] and scales
+            [T, 1] fp32, which `run` or vLLM's kernel reads.
+    """
     reset_expert_kernel(layer)
     kernel = layer.quant_method.moe_kernel.fused_experts
     preparation = layer.quant_method.moe_kernel.prepare_finalize
     apply = kernel.apply
 
-    def asked(**call: Any) -> Any:
-        """Computes the call by `run`, or by vLLM's kernel where `run` returns False."""
+    def run_or_apply(**call: Any) -> Any:
         return None if run(_make_call(kernel, call)) else apply(**call)
 
-    def prepared(states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Returns states as products read them. The rest says how ranks share tokens."""
+    def prepare(states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Returns quantised states, and None for what would say how ranks share tokens."""
         return *quantise(states.contiguous()), None, None, None
 
-    kernel.apply = asked
+    kernel.apply = run_or_apply
     # Other ways to prepare send tokens to other ranks.
     is_alone = type(preparation) is MoEPrepareAndFinalizeNoDPEPModular
     if kernel.quant_config.use_fp8_w8a8 and is_alone:
-        preparation.prepare = prepared
+        preparation.prepare = prepare
 
 
 def reset_expert_kernel(layer: RoutedExperts) -> None:
@@ -125,8 +126,7 @@ def reset_expert_kernel(layer: RoutedExperts) -> None:
 
 
 def _make_call(kernel: Any, call: Mapping[str, Any]) -> ExpertCall:
-    """Returns `call`, the keyword arguments of vLLM's kernel, as an ExpertCall with the same
-    memory."""
+    """Returns the keyword arguments of vLLM's kernel as an ExpertCall with the same memory."""
     config, (_, hidden, width) = kernel.quant_config, call["w2"].shape
     num_rows = call["topk_ids"].numel()
 
@@ -155,19 +155,13 @@ def tiles_file_name(layer: RoutedExperts) -> str:
     return get_config_file_name(experts, width, _type_name(layer), kernel.block_shape)
 
 
-def name_tiles_file(num_experts: int, width: int, type_name: str) -> str:
-    """Returns the name of the file in which vLLM looks for tile sizes of experts of `width`
-    intermediate channels on this GPU. `type_name`: vLLM's name of the weights' type."""
-    return get_config_file_name(num_experts, width, type_name)
-
-
 def tiles_in_use(layer: RoutedExperts, rows: int) -> dict[str, int]:
     """Returns the tile sizes that vLLM uses now when the layer computes `rows` rows."""
     shapes = layer.w13_weight.size(), layer.w2_weight.size()
     top_k, kernel = layer.moe_config.experts_per_token, layer.quant_method.moe_kernel.fused_experts
-    return dict(
-        try_get_optimal_moe_config(*shapes, top_k, _type_name(layer), rows, kernel.block_shape)
-    )
+    return {
+        **try_get_optimal_moe_config(*shapes, top_k, _type_name(layer), rows, kernel.block_shape)
+    }
 
 
 def run_with_tiles(layer: RoutedExperts, tiles: Tiles | None, rows: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""NVIDIA's driver version, memory that keeps its contents while a server sleeps, and CUDA graphs in
-vLLM's pool."""
+"""NVIDIA's driver version, memory that survives a server's sleep, and graphs in vLLM's pool."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -11,15 +10,13 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
 
-T = TypeVar("T")
 Capture = Callable[[Callable[[], Any]], tuple[torch.cuda.CUDAGraph, Any]]
-"""Captures what a function launches. Returns the graph and what the function returned: tensors that
-each replay overwrites."""
+"""Captures what a function launches. Returns the graph and the tensors that each replay
+overwrites."""
 
 
 def driver_version() -> str:
-    """Returns the version of NVIDIA's driver, or "" where there is none. Creates no CUDA
-    context."""
+    """Returns the version of NVIDIA's driver, or "" if there is none. Makes no CUDA context."""
     nvml = import_pynvml()
     try:
         nvml.nvmlInit()
@@ -42,17 +39,13 @@ def keep_during_sleep(model_config: ModelConfig) -> AbstractContextManager[None]
 
 @contextmanager
 def capture_graphs(vllm_config: VllmConfig, device: torch.device) -> Iterator[Capture]:
-    """Yields a function that captures CUDA graphs into vLLM's memory pool, which graphs that do not
-    run at once share. It runs its argument once before it captures it, so that kernels are
-    compiled."""
+    """Yields a function that captures CUDA graphs in vLLM's pool, which must not run at once."""
 
     from vllm.compilation.cudagraph_pool import capture_pool  # no CPU loads it
     from vllm.distributed.parallel_state import graph_capture
 
-    def capture(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Returns the graph of what `run` launches, and what `run` returned: tensors that each
-        replay overwrites."""
-        run()
+    def capture(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        run()  # compiles kernels
         graph = torch.cuda.CUDAGraph()
         with (
             capture_pool(current_platform.get_global_graph_pool(), vllm_config) as pool,

@@ -1,5 +1,4 @@
-"""vLLM's structured outputs: grammars in llguidance's form, their admission, and the scheduler's
-check of each block."""
+"""vLLM's structured outputs: grammars for llguidance, admission, and the check of each block."""
 
 from typing import Any
 
@@ -50,21 +49,18 @@ def make_llguidance_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 def check_nesting(wanted: StructuredOutputsParams) -> None:
-    """Raises VLLMValidationError if a schema or structural tag of the request is nested more deeply
-    than vLLM allows."""
+    """Raises VLLMValidationError if a request's schema or tag is nested deeper than vLLM allows."""
     check_json_nesting(wanted.json)
     check_json_nesting(wanted.structural_tag, structural_tag=True)
 
 
 def use_guidance(wanted: StructuredOutputsParams) -> None:
-    """Makes vLLM's scheduler compile the request's grammar with llguidance. Sets private fields of
-    `wanted` in place."""
+    """Sets in `wanted`, in place, that vLLM's scheduler compiles its grammar with llguidance."""
     wanted._backend, wanted._backend_was_auto = BACKEND, True
 
 
 class BlockCheck:
-    """Wraps vLLM's `StructuredOutputManager` for schedulers of canvases: emitted blocks are
-    checked, drafts are not."""
+    """Wraps vLLM's `StructuredOutputManager`, to check emitted blocks and no drafts."""
 
     def __init__(self, manager: StructuredOutputManager) -> None:
         self._manager = manager
@@ -73,8 +69,7 @@ class BlockCheck:
         return getattr(self._manager, name)
 
     def open_reasoning(self, request: Request) -> ReasoningEnds | None:
-        """Returns how the reasoning before the grammar of `request` ends, see
-        `parsers.open_reasoning`."""
+        """Returns how the reasoning before the grammar ends, see `parsers.open_reasoning`."""
         return open_reasoning(self._manager, request)
 
     def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:

@@ -10,16 +10,14 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm.compat.admission import admit_prompt
-from vllm_dllm.compat.metrics import TokenCounter, count_http_request, count_results
 from vllm_dllm.compat.patching import is_server, wrap
+from vllm_dllm.compat.usage import TokenCounter, count_http_request, count_results
 
 MESSAGES = "/v1/messages"
-ROUTES = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
-        *(MESSAGES, "/v1/responses"),
-    }
-)
+ROUTES = {
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
+    *(MESSAGES, "/v1/responses"),
+}
 """Routes that generate answers and take a JSON body."""
 
 
@@ -29,46 +27,34 @@ class _MessageError(Exception):
 
 def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]) -> None:
     """Patches vLLM to admit a request when its answer is asked for, not when the first part of it
-    is read. A mistake is then answered with its HTTP status. Repeatable.
-
-    Also counts answers for `usage`. `count_tokens(params, tokenizer)` makes the counter of a
-    request's tokens, or returns None.
-    """
+    is read. A mistake is then answered with its HTTP status. Also counts answers for `usage`.
+    Repeatable. `count_tokens(params, tokenizer)` makes the counter of a request's tokens, or
+    returns None."""
 
     @wrap("v1.engine.async_llm:AsyncLLM.generate")
     def generate(
         stock: Any, self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> Any:
-        """Returns vLLM's results of the admitted prompt, counted for `usage`."""
         prompt = admit_prompt(self, prompt, sampling_params, request_id, options)
         results = stock(self, prompt, sampling_params, request_id, **options)
-        return count_results(
-            results, lambda: count_tokens(sampling_params, self.renderer.tokenizer)
-        )
+        tokenizer = self.renderer.tokenizer
+        return count_results(results, lambda: count_tokens(sampling_params, tokenizer))
 
-    @wrap(
-        "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools"
-    )
+    responses = "entrypoints.openai.responses.serving:OpenAIServingResponses"
+
+    @wrap(f"{responses}._generate_with_builtin_tools")
     def respond(
-        stock: Any,
-        self: Any,
-        request_id: str,
-        engine_input: Any,
-        sampling_params: Any,
-        *args: Any,
-        **options: Any,
+        stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
     ) -> Any:
-        """Returns vLLM's response to the admitted prompt."""
-        engine = self.engine_client
-        prompt = admit_prompt(engine, engine_input, sampling_params, request_id, options)
-        return stock(self, request_id, prompt, sampling_params, *args, **options)
+        prompt = admit_prompt(self.engine_client, prompt, params, request_id, options)
+        return stock(self, request_id, prompt, params, *args, **options)
 
     logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_server_error)
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Filters a log: whether a record is not of a client's mistake. vLLM logs those with a
-    traceback on `/v1/messages`. The access log has a line for them."""
+    """Filters a log: whether a record is not of a client's mistake, which vLLM logs with a
+    traceback on `/v1/messages`. The access log has a line for it."""
     return not (record.exc_info and isinstance(record.exc_info[1], VLLMClientError))
 
 
@@ -88,7 +74,7 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
 
     async def validate(raw_request: Request) -> None:
         """Lets vLLM check the request's content type, and `check` its body. Raises the error of
-        `check`, on `/v1/messages` as a _MessageError."""
+        `check`; on `/v1/messages` wraps it in a _MessageError."""
         await validate_json_request(raw_request)
         state, route = raw_request.app.state, raw_request.scope["route"]
         if route.path not in ROUTES or not state.vllm_config.model_config.is_diffusion:
@@ -119,7 +105,6 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
 
     @wrap("entrypoints.launchers.app:init_exception_handler")
     def init_exception_handler(stock: Any, app: Any) -> None:
-        """Also installs our checks and handlers of errors."""
         stock(app)
         app.dependency_overrides[validate_json_request] = validate
         app.exception_handler(_MessageError)(answer_message)
@@ -129,8 +114,8 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
 
 
 async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
-    """Returns the name and value of the member that makes the validation of the request's body
-    crash. Without it the rest is valid or, if no member has a valid rest, is refused in order.
+    """Returns the name and value of the member of the request's body that makes its validation
+    crash: without it, the rest is valid or, if no member has a valid rest, is refused in order.
     Returns ("the body", body) if there is no such member, and None if validation does not crash."""
     kinds = get_type_hints(request.scope["route"].endpoint).values()
     model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
@@ -138,14 +123,13 @@ async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
     if _validate(model, body) is not _CRASHES:
         return None
     members = body if isinstance(body, dict) else {}
-    without = {
-        name: _validate(model, {other: members[other] for other in members if other != name})
-        for name in members
-    }
+    by_outcome: dict[str, str] = {}  # outcome without a member -> the first such member
+    for name in members:
+        rest = {other: value for other, value in members.items() if other != name}
+        by_outcome.setdefault(_validate(model, rest), name)
     for outcome in (_IS_VALID, _IS_REFUSED):
-        if outcome in without.values():
-            name = next(name for name in without if without[name] is outcome)
-            return name, members[name]
+        if outcome in by_outcome:
+            return by_outcome[outcome], members[by_outcome[outcome]]
     return "the body", body
 
 
@@ -153,8 +137,7 @@ _IS_VALID, _IS_REFUSED, _CRASHES = "is valid", "is refused", "crashes"
 
 
 def _validate(model: type[BaseModel], body: Any) -> str:
-    """Returns the outcome of validating `body` as `model`: `_IS_VALID`, `_IS_REFUSED` or
-    `_CRASHES`."""
+    """Returns `_IS_VALID`, `_IS_REFUSED` or `_CRASHES`: what validating `body` as `model` does."""
     try:
         model.model_validate(body)
     except (ValidationError, VLLMClientError):

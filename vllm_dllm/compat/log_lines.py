@@ -9,23 +9,17 @@ import traceback
 
 ENGINE = "vllm.v1.engine.core"
 WORKER = "vllm.v1.executor.multiproc_executor"
-FAILED_START = {
-    WORKER: "WorkerProc failed to start.",
-    ENGINE: "EngineCore failed to start.",
-}
+FAILED_START = {WORKER: "WorkerProc failed to start.", ENGINE: "EngineCore failed to start."}
 """Logger -> the message with which a child process logs the exception that ends its start."""
 
 FAILED_CALL = "WorkerProc hit an exception."
 """What a worker logs when a call from the engine fails, at a start or later."""
-START_CALLS = frozenset(
-    {
-        *("get_kv_cache_spec", "get_supported_kv_cache_layouts", "set_kv_cache_layout"),
-        *("determine_available_memory", "update_max_model_len", "initialize_from_config"),
-        *("compile_or_warm_up_model", "get_kv_connector_handshake_metadata"),
-    }
-)
-"""Calls that an engine makes to its workers before it serves. If one fails, the start has
-failed."""
+START_CALLS = {
+    *("get_kv_cache_spec", "get_supported_kv_cache_layouts", "set_kv_cache_layout"),
+    *("determine_available_memory", "update_max_model_len", "initialize_from_config"),
+    *("compile_or_warm_up_model", "get_kv_connector_handshake_metadata"),
+}
+"""Calls that an engine makes to its workers before it serves. If one fails, the start fails."""
 
 
 def failed_at_start(error: BaseException) -> bool:
@@ -58,27 +52,23 @@ replaced (`vllm_dllm.cpu`), and a CPU worker's threads are meant to compute."""
 
 
 def drop_wrong_warnings() -> None:
-    """Drops `WRONG_WARNINGS` that name only our classes, by filters of vLLM's loggers.
-    Repeatable."""
+    """Has vLLM's loggers drop `WRONG_WARNINGS` that name only our classes. Repeatable."""
     for name in WRONG_WARNINGS:
-        logging.getLogger(name).addFilter(_is_right_of_its_classes)
+        logging.getLogger(name).addFilter(_is_right)
 
 
 def drop_wrong_cpu_warnings() -> None:
-    """Drops `WRONG_CPU_WARNINGS`, by filters of vLLM's loggers. Call it before vLLM looks for
-    Triton. Repeatable."""
+    """Has vLLM's loggers drop `WRONG_CPU_WARNINGS`. Call it before vLLM looks for Triton."""
     for name in WRONG_CPU_WARNINGS:
-        logging.getLogger(name).addFilter(_is_right_on_cpus)
+        logging.getLogger(name).addFilter(_is_right)
 
 
-def _is_right_on_cpus(record: logging.LogRecord) -> bool:
-    """Whether a record is not one of `WRONG_CPU_WARNINGS`."""
-    return not str(record.msg).startswith(WRONG_CPU_WARNINGS[record.name])
-
-
-def _is_right_of_its_classes(record: logging.LogRecord) -> bool:
-    """Whether a record is not one of `WRONG_WARNINGS`, or names a class that is not ours."""
-    if not str(record.msg).startswith(WRONG_WARNINGS[record.name]):
+def _is_right(record: logging.LogRecord) -> bool:
+    """Filters a log: whether a record is no wrong warning, or names a class that is not ours."""
+    text = str(record.msg)
+    if record.name in WRONG_CPU_WARNINGS:
+        return not text.startswith(WRONG_CPU_WARNINGS[record.name])
+    if not text.startswith(WRONG_WARNINGS[record.name]):
         return True
     assert isinstance(record.args, tuple)
     (named,) = record.args

@@ -6,10 +6,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from transformers import BatchFeature
-from vllm.multimodal.inputs import (
-    MultiModalFieldConfig,
-    MultiModalKwargsItems,
-)
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.parse import MultiModalDataItems
 from vllm.multimodal.processing.context import BaseProcessingInfo
 from vllm.multimodal.processing.inputs import ProcessorInputs
@@ -27,8 +24,7 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
 
     @abstractmethod
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Returns the tensors of `items`, named as in `fields`. `options`: the request's keyword
-        arguments for the processor."""
+        """Returns the tensors of `items`, named as in `fields`. `options`: of the request."""
 
     @abstractmethod
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
@@ -69,6 +65,5 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
         return super()._matched_updates_from_result(mm_prompt_updates, match_result)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> Mapping[str, list[str]]:
-        """Returns hashes of the media's content by modality. The client's ids, which vLLM would
-        take instead, are left out."""
+        """Returns hashes of the media's content by modality, without the client's own ids."""
         return super()._get_mm_hashes(replace(inputs, mm_uuid_items=None))

@@ -1,5 +1,4 @@
-"""vLLM's parsers of answers: registers ours for `--tool-call-parser` and `--reasoning-parser`, and
-finds which tokens end the reasoning before an answer."""
+"""Which tokens end the reasoning before an answer, as vLLM's parser of reasoning has it."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -11,8 +10,6 @@ from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-
-from vllm_dllm.compat.patching import is_server
 
 
 class ReasoningEnds(NamedTuple):
@@ -51,8 +48,7 @@ def make_reasoning_parser(
 
 @lru_cache(maxsize=8)
 def _added_tokens_and_one_of_text(tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Returns the ids of tokens added to the vocabulary, such as special ones, and the id of any
-    token that was not added."""
+    """Returns the ids of tokens added to the vocabulary, and the id of any token that was not."""
     added = frozenset(tokenizer.get_added_vocab().values())
     return added, next(token for token in tokenizer.get_vocab().values() if token not in added)
 
@@ -69,9 +65,8 @@ def find_reasoning_ends(parser: ReasoningParser) -> ReasoningEnds | None:
     if parser.is_reasoning_end_streaming([text], [text]):
         return None
     # All of them, since vLLM's own check of a block asks the parser, too.
-    return ReasoningEnds(
-        frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
-    )
+    ends = frozenset(end for end in added if parser.is_reasoning_end_streaming([end], [end]))
+    return ReasoningEnds(ends)
 
 
 def begins_in_reasoning(parser: ParserEngineReasoningAdapter) -> bool:
@@ -81,9 +76,8 @@ def begins_in_reasoning(parser: ParserEngineReasoningAdapter) -> bool:
 
 
 def open_reasoning(manager: StructuredOutputManager, request: Request) -> ReasoningEnds | None:
-    """Returns which tokens end the reasoning before the grammar of `request` applies. None: the
-    grammar applies from the first token, or the parser knows no reasoning. `manager`: the
-    scheduler's."""
+    """Returns which tokens end the reasoning before the grammar of `request` applies. None: it
+    applies from the first token, or the parser knows no reasoning. `manager`: the scheduler's."""
     wanted = request.structured_output_request
     if wanted is None or manager._get_constraint_bounds(request, ()).constraint_start == 0:
         return None
@@ -94,16 +88,3 @@ def open_reasoning(manager: StructuredOutputManager, request: Request) -> Reason
         return ends
     parser.adjust_initial_state_from_prompt(request.prompt_token_ids or ())
     return ends._replace(begins_open=begins_in_reasoning(parser))
-
-
-def register_parsers(
-    tool_parser: tuple[str, str, str],  # name for the command line, module, class
-    reasoning_parser: tuple[str, str, str],
-) -> None:
-    """Registers our parsers, which vLLM imports when a server asks for them. Repeatable. Does
-    nothing in a process that is no server, where importing vLLM's registers would take a second."""
-    if is_server():
-        from vllm.tool_parsers import ToolParserManager
-
-        ToolParserManager.register_lazy_module(*tool_parser)
-        ReasoningParserManager.register_lazy_module(*reasoning_parser)

@@ -98,11 +98,7 @@ SERVER = (
         "counts of tokens in the `usage` of chats",
         "a hook of the model's on `usage`",
     ),
-    Patch(
-        "entrypoints.openai.completion.serving:UsageInfo",
-        "of completions",
-        "the same",
-    ),
+    Patch("entrypoints.openai.completion.serving:UsageInfo", "of completions", "the same"),
     Patch(
         "entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_full_generator",

@@ -8,7 +8,7 @@ another way does not stay unnoticed.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm_dllm.compat.patches import PATCHES, SERVER
@@ -24,13 +24,12 @@ def is_server() -> bool:
 
 
 def patch(target: str, make: Callable[[Any], Any]) -> None:
-    """Replaces `target` of vLLM's, `stock`, by `make(stock)`. A second call replaces what the first
-    one put there, and `make` gets vLLM's own again. Does nothing for what only servers have, in a
-    process that is no server.
+    """Replaces `target` of vLLM's by `make(stock)`, where `stock` is vLLM's own also after an
+    earlier call. Does nothing for rows of `patches.SERVER` in a process that is no server.
 
     Args:
         target: "module:name" or "module:Class.name" below `vllm`, as in the table.
-        make: Returns a function, or whatever else `target` is. Its argument is a property or a
+        make: returns a function, or whatever else `target` is. It gets a property or a
             staticmethod where vLLM has one.
     """
     assert target in _TARGETS, f"{target} must be in compat/patches.py"
@@ -68,14 +67,12 @@ def get_stock(target: str) -> Any:
 
 
 def set_entry(target: str, key: Any, value: Any) -> None:
-    """Sets the entry `key` of vLLM's dictionary `target`, which must be in the table.
-    Repeatable."""
+    """Sets the entry `key` of vLLM's dictionary `target`, which must be in the table."""
     _dictionary(target)[key] = value
 
 
 def insert_first(target: str, key: Any, value: Any) -> None:
-    """Inserts `value` at the beginning of the list at `key` of vLLM's dictionary `target`, unless
-    the list has it already. Repeatable."""
+    """Inserts `value` first in the list at `key` of vLLM's dictionary `target`. Repeatable."""
     values = _dictionary(target)[key]
     if value not in values:
         values.insert(0, value)
@@ -104,8 +101,5 @@ def resolve_target(target: str) -> tuple[Any, str]:
     """Imports the module of `target`. Returns the module, class or object that has `target` as an
     attribute, and the attribute's name."""
     module, _, names = target.partition(":")
-    owner: Any = import_module(f"vllm.{module}")
-    *classes, name = names.split(".")
-    for each in classes:
-        owner = getattr(owner, each)
-    return owner, name
+    owner, _, name = names.rpartition(".")
+    return resolve_name(f"vllm.{module}:{owner}"), name

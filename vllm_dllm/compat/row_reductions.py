@@ -20,8 +20,7 @@ LONGEST_ROW = 4096
 
 
 class RowsInRegisters(InductorChoices):
-    """What Inductor decides, but for reductions over rows of up to `LONGEST_ROW` numbers that lie
-    side by side."""
+    """Inductor's choices, except that rows of up to `LONGEST_ROW` numbers are read once."""
 
     @staticmethod
     def should_use_persistent_reduction(
@@ -36,8 +35,8 @@ class RowsInRegisters(InductorChoices):
 
     @staticmethod
     def uuid() -> str:
-        """Returns what tells compiled graphs with these choices from others in Inductor's cache.
-        vLLM's has the class's name alone: it needs another name when its choices change."""
+        """Returns the part of the key in Inductor's cache that stands for these choices. vLLM's
+        cache has the class's name in its key: rename the class when its choices change."""
         return f"{__name__}, {LONGEST_ROW}"
 
 
@@ -46,9 +45,7 @@ SETTING = "inductor_choices_class"  # of Inductor
 
 def read_rows_once(vllm_config: VllmConfig) -> None:
     """Makes compiled graphs of this thread reduce each row in one pass on an NVIDIA GPU, unless the
-    user has chosen otherwise: changes `vllm_config` in place. Called before the model is built,
-    which copies the compiler's settings.
-    """
+    user chose otherwise: changes `vllm_config`, in place, before the model's layers copy it."""
     settings = vllm_config.compilation_config.inductor_compile_config
     if current_platform.is_cuda() and SETTING not in settings:
         settings[SETTING] = RowsInRegisters  # for the keys of caches

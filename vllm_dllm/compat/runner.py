@@ -1,5 +1,4 @@
-"""Model runner v2: commits that join a step, numbers of canvases sent with its output, and
-adapters."""
+"""Model runner v2: commits that join a step, numbers of canvases in its output, and adapters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +11,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 @torch.inference_mode()
 def join_commits(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """Makes the worker compute emitted tokens as part of their requests' prefill. All tokens that
-    the scheduler knows then count as a prompt's: `prefill_len` of the runner's state is changed in
-    place.
+    """Makes the worker compute emitted tokens as part of their requests' prefill: raises
+    `prefill_len` in the runner's state, in place, to all tokens that the scheduler knows.
 
     Call it before `scheduler_output` runs, with a scheduler that does not run ahead of the tokens.
     Does nothing if the sampler does not join commits.
@@ -29,8 +27,8 @@ def join_commits(runner: Any, scheduler_output: SchedulerOutput) -> None:
 
 
 def attach_canvas_numbers(runner: Any, output: Any) -> Any:
-    """Returns `output` of a worker's step. If the sampler counts canvases, attaches its numbers to
-    the output in place. They may still be on their way from the device, ahead of the tokens."""
+    """Returns `output` of a worker's step. If the sampler counts canvases, first attaches its
+    numbers to `output`, in place. They may still be on their way from the device."""
     take_numbers = getattr(runner.sampler, "take_numbers", None)
     if take_numbers is not None and isinstance(output, AsyncModelRunnerOutput):
         output.model_runner_output.canvas_numbers = take_numbers()

@@ -16,8 +16,7 @@ from vllm_dllm.compat.patching import wrap
 
 
 class SchedulerHooks(Scheduler):
-    """Hooks that subclasses override. vLLM's scheduler calls them during a step. Here they change
-    nothing."""
+    """vLLM's scheduler with hooks, which subclasses override. Here they change nothing."""
 
     _worker_masks = True  # the worker gets grammar bitmasks
 
@@ -38,8 +37,7 @@ class SchedulerHooks(Scheduler):
 
     @property
     def knows_draft_tokens(self) -> bool:
-        """Whether the engine need not ask the worker which tokens it has drafted. Here it must
-        ask."""
+        """Whether the engine need not ask the worker for draft tokens. Here it must."""
         return False
 
     def sitting_out(self) -> Sequence[Request]:
@@ -69,21 +67,19 @@ class SchedulerHooks(Scheduler):
         return output
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Hook that does nothing here. Called with a planned step, before its tokens are counted in
-        its requests. May change the step in place."""
+        """Hook. Called with a planned step, which it may change in place, before requests count
+        it."""
 
     def output_counted(self, output: SchedulerOutput) -> None:
-        """Hook that does nothing here. Called when the requests' counters include the step
-        `output`, before it is sent to the worker."""
+        """Hook. Called when requests have counted the step `output`, before the worker gets it."""
 
     def block_emitted(self, request: Request, block_length: int) -> None:
-        """Hook that does nothing here. Called when `request` has got a block of `block_length`
-        tokens and is not finished."""
+        """Hook. Called when `request` has got a block of `block_length` tokens and goes on."""
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
-        """Hook that does nothing here. Called when `request` has ended with a block of
-        `block_length` tokens, of which it keeps the first `num_kept`. It still has its cache
-        blocks, unless it was preempted and has no computed tokens."""
+        """Hook. Called when `request` has ended with a block of `block_length` tokens, of which it
+        keeps the first `num_kept`. It has its cache blocks, unless it was preempted and computed no
+        tokens."""
 
     def is_cut(self, request: Request) -> bool:
         """Hook. Returns whether the stop token that `request` ended with was only added because its
@@ -91,52 +87,40 @@ class SchedulerHooks(Scheduler):
         return False
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Hook that does nothing here. Called with the worker's output, before requests are updated
-        by it."""
+        """Hook. Called with the worker's output, before it updates requests."""
 
     def output_processed(self, output: SchedulerOutput) -> None:
-        """Hook that does nothing here. Called when the requests are updated by the output of the
-        step `output`."""
+        """Hook. Called when requests are updated by the output of the step `output`."""
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        """Updates requests by a step's output as vLLM does, and calls the hooks before and after
-        it."""
+        """Updates requests by a step's output as vLLM does, between calls of two hooks."""
         self.output_arrived(model_runner_output)
-        found = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.output_processed(scheduler_output)
-        return found
+        return outputs
 
     def prefill_end(self, request: Request, end: int) -> int:
-        """Hook. Returns the position at which a chunk of `request`'s prompt must end that may go up
-        to position `end`; here `end`."""
+        """Hook. Returns where a chunk of `request`'s prompt must end, at most (and here) `end`."""
         return end
 
     def take_new_blocks_to_zero(self) -> list[int]:
-        """Returns ids of cache blocks that must be zeroed before use: those allocated since the
-        last call. A second call returns none."""
+        """Returns ids of cache blocks allocated since the last call, which must be zeroed."""
         return self._get_new_block_ids_to_zero() or []
 
     def _try_schedule_encoder_inputs(
-        self,
-        request: Request,
-        num_computed_tokens: int,
-        num_new_tokens: int,
-        *args: Any,
-        **kwargs: Any,
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kw: Any
     ) -> Any:
-        """Shortens a chunk of a prompt to where `prefill_end` has it end, and lets vLLM schedule
-        it."""
+        """Shortens a chunk of a prompt to `prefill_end`, and lets vLLM schedule it."""
         end = self.prefill_end(request, num_computed_tokens + num_new_tokens)
         num_new_tokens = max(0, end - num_computed_tokens)
         return super()._try_schedule_encoder_inputs(
-            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+            request, num_computed_tokens, num_new_tokens, *args, **kw
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Counts a planned step in its requests. Notes when it was planned, and calls
-        `complete_output` and `output_counted`."""
+        """Counts a planned step in its requests, between calls of two hooks, and notes the time."""
         scheduler_output.scheduled_at = time.monotonic()
         self.complete_output(scheduler_output)
         super()._update_after_schedule(scheduler_output)
@@ -145,8 +129,7 @@ class SchedulerHooks(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """Adds tokens to a request, in place. Returns the tokens that it keeps, and whether it has
-        ended."""
+        """Adds tokens to a request, in place. Returns which it keeps, and if it has ended."""
         block_length = len(new_token_ids)
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:
@@ -160,9 +143,8 @@ class SchedulerHooks(Scheduler):
 
 
 def ask_for_draft_tokens_only_if_needed() -> None:
-    """Patches this process' engine: it no longer asks its worker for draft tokens after each step,
-    where its scheduler knows them. That saves a round trip between processes (0.7 ms of 15 on two
-    cores). Repeatable."""
+    """Patches this process' engine to ask its worker for draft tokens after a step only if its
+    scheduler does not know them. Saves a round trip, 0.7 of 15 ms on two cores. Repeatable."""
 
     @wrap("v1.engine.core:EngineCore.post_step")
     def post_step(stock: Any, self: Any, model_executed: bool) -> None:
@@ -171,8 +153,7 @@ def ask_for_draft_tokens_only_if_needed() -> None:
 
 
 def scheduled_at(output: SchedulerOutput) -> float:
-    """Returns when one of our schedulers planned the step `output`: seconds of the monotonic
-    clock."""
+    """Returns when our scheduler planned the step `output`, in seconds of the monotonic clock."""
     return output.scheduled_at
 
 
@@ -208,9 +189,9 @@ class _ShortenedRequest:
 
 
 def tokens_in_flight(request: Request, num_kept: int) -> int:
-    """Returns how many tokens of `request` belong to steps whose output is still to come. vLLM
-    counts them as computed, and subtracts them when it caches blocks. For
-    `SchedulerHooks.request_stopped`, which is also given `num_kept`."""
+    """Returns how many tokens of `request` belong to steps whose output is still to come, when
+    `SchedulerHooks.request_stopped` is called with `num_kept`. vLLM counts such tokens as computed,
+    and subtracts them when it caches blocks."""
     if version.is_at_least("0.33"):
         return request.num_in_flight_tokens
     return max(request.num_output_placeholders - num_kept, 0)
@@ -225,7 +206,5 @@ def http_request_id(request_id: str) -> str:
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler
-
 StockDiffusionAsyncScheduler = diffusion_scheduler.DiffusionAsyncScheduler
-
 stock_canvas_width = diffusion_scheduler.diffusion_canvas_width

@@ -37,6 +37,5 @@ def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
 
 
 def set_serving_config(architecture: str, serving_config: type) -> None:
-    """Has `serving_config`, a VerifyAndUpdateConfig, check and adjust vLLM's configuration for
-    models of `architecture`. Repeatable."""
+    """Has the class `serving_config` check and adjust configurations of `architecture`."""
     set_entry("model_executor.models.config:MODELS_CONFIG_MAP", architecture, serving_config)

@@ -27,14 +27,12 @@ def is_known() -> bool:
 
 
 def can_serve() -> bool:
-    """Whether our models may run with the installed vLLM: a known one, or a newer one at the user's
-    own risk (`AT_OWN_RISK`)."""
+    """Whether our models may run here: vLLM is known, or newer and allowed by `AT_OWN_RISK`."""
     return is_known() or (_is_newer() and os.environ.get(AT_OWN_RISK) == "1")
 
 
 def describe_unknown_vllm() -> str:
-    """Returns the message about a vLLM that is not known: what was found, what it means and what to
-    do."""
+    """Returns the message about a vLLM that is not known, with what it means and what to do."""
     known = " and ".join(KNOWN)
     if can_serve():
         return (

@@ -59,18 +59,8 @@ class Family:
 
 _NO_WINDOWS = {"use_sliding_window": False}
 FAMILIES = {
-    "SDARForCausalLM": Family(
-        "masked",
-        "SDARConfig",
-        threshold=0.85,
-        fixed=_NO_WINDOWS,
-    ),
-    "SDARMoeForCausalLM": Family(
-        "masked",
-        "SDARMoeConfig",
-        threshold=0.85,
-        fixed=_NO_WINDOWS,
-    ),
+    "SDARForCausalLM": Family("masked", "SDARConfig", threshold=0.85, fixed=_NO_WINDOWS),
+    "SDARMoeForCausalLM": Family("masked", "SDARMoeConfig", threshold=0.85, fixed=_NO_WINDOWS),
     "LLaDA2MoeModelLM": Family(
         "llada2",
         "LLaDA2MoeConfig",
@@ -119,17 +109,16 @@ def family_of(architecture: str, hf_config: Any) -> Family | None:
 def takes_acceptance(family: Family | None, rule: str, blocks_in_flight: int = 2) -> bool:
     """Returns whether models of `family` take the value `rule` of `diffusion_acceptance` on a
     server with `blocks_in_flight`. `family` None: a model whose canvases begin as noise."""
-    if rule == "verified":  # where rows have their own logits, with room for a copy of the block
-        has_room = blocks_in_flight > 1
-        return family is not None and (
-            family.is_shifted or (family.allows_blocks_in_flight and has_room)
-        )
-    return family is not None or rule != "in_order"
+    if rule != "verified":
+        return family is not None or rule != "in_order"
+    if family is None:
+        return False
+    # Where rows have their own logits, with room for a copy of the block.
+    return family.is_shifted or (family.allows_blocks_in_flight and blocks_in_flight > 1)
 
 
 def edit_token_ids(hf_config: Any) -> tuple[Any, Any]:
-    """Returns config.json's ids of the tokens that delete and insert. Each is None if config.json
-    has no such key."""
+    """Returns config.json's ids of the tokens that delete and insert, None for a missing key."""
     return getattr(hf_config, "delete_token_id", None), getattr(hf_config, "split_token_id", None)
 
 

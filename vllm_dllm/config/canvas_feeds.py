@@ -26,8 +26,7 @@ FOLDER = "DLLM_CANVAS_FOLDER"
 """Environment variable with the folder of sockets, set by a server's first process. Its name does
 not begin with VLLM, because vLLM warns of unknown variables that do."""
 FEED = "vllm_dllm_canvas_feed"
-"""Key of `SamplingParams.extra_args` with the feed's name. Only the API process sets it, never a
-client."""
+"""Key of `SamplingParams.extra_args` with the feed's name, which no client can set."""
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})")
 _DTYPES = (np.int32, np.float32, np.int32, np.float32, np.uint8)
 """Types of a message's arrays, in order: numbers, temperature, tokens, entropy_nats, accepted."""
@@ -40,9 +39,8 @@ def new_random_name() -> str:
 
 
 def make_socket_folder(base: str) -> None:
-    """Makes the folder of sockets below the folder `base`, names it in the environment (`FOLDER`),
-    and removes it when this process ends. Does nothing if this process or one above it has made
-    it."""
+    """Makes the folder of sockets in the folder `base`, names it in the environment (`FOLDER`), and
+    removes it when this process ends. Does nothing if `FOLDER` is set already."""
     if os.environ.get(FOLDER):
         return
     folder = tempfile.mkdtemp(prefix="vllm-dllm-canvases-", dir=base)  # mode 0700
@@ -57,15 +55,13 @@ def make_socket_folder(base: str) -> None:
 
 
 def socket_folder() -> Path | None:
-    """Returns the folder of this server's sockets. None: canvases cannot be watched on this
-    server."""
+    """Returns the folder of this server's sockets. None: it does not show canvases."""
     name = os.environ.get(FOLDER)
     return Path(name) if name else None
 
 
 def socket_path(folder: Path, socket: str) -> Path:
-    """Returns the path of the socket named `socket` in `folder`. Raises ValueError if it is too
-    long for a local socket."""
+    """Returns the path of `socket` in `folder`. Raises ValueError if it is too long."""
     path = folder / socket
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ValueError(
@@ -119,16 +115,14 @@ def unpack_canvases(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | No
     nats = nats.astype(np.float64)
     entropy = np.round(nats, 3)
     for i, (length, block, step, finished) in enumerate(numbers.tolist()):
-        yield (
-            topics[i],
-            {
-                "block": block,
-                "step": step,
-                "finished": bool(finished),
-                "temperature": round(temperature[i].item(), 4),
-                "mean_entropy": round(nats[i, :length].mean().item(), 4),
-                "tokens": tokens[i, :length].tolist(),
-                "accepted": accepted[i, :length].tolist(),
-                "entropy": entropy[i, :length].tolist(),
-            },
-        )
+        canvas = {
+            "block": block,
+            "step": step,
+            "finished": bool(finished),
+            "temperature": round(temperature[i].item(), 4),
+            "mean_entropy": round(nats[i, :length].mean().item(), 4),
+            "tokens": tokens[i, :length].tolist(),
+            "accepted": accepted[i, :length].tolist(),
+            "entropy": entropy[i, :length].tolist(),
+        }
+        yield topics[i], canvas

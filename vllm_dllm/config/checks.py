@@ -27,9 +27,8 @@ Class = TypeVar("Class")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(cls: type[Class]) -> type[Class]:
-    """Decorates a class of settings, which becomes a frozen dataclass. Its constructor raises
-    pydantic's ValidationError for unknown names and for values that are not of the declared
-    types."""
+    """Decorates a class of settings: makes it a frozen dataclass whose constructor raises
+    pydantic's ValidationError for unknown names and for values of other types than declared."""
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     return made
 
@@ -41,8 +40,7 @@ Count = Annotated[Integer, Ge(1), Le(MAX_COUNT)]
 PathName = Annotated[
     str, Strict(), StringConstraints(min_length=1, pattern=r"^[^\x00]*$"), "a path, a string"
 ]
-"""A path. A string in a type's metadata completes "must be" in errors; other types are described by
-their bounds."""
+"""A path. A string in a type's metadata completes "must be" in errors, in place of bounds."""
 
 
 def parse_settings(cls: type[Class], values: Any, place: str = "", remedy: str = "") -> Class:
@@ -146,8 +144,8 @@ def describe_unknown_name(name: str, known: Iterable[str], place: str = "", show
 
 
 def nearest_name(name: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
-    """Returns the name in `known` that is most like `name`, whatever its case and hyphens. None if
-    none reaches `likeness`, from 0 to 1."""
+    """Returns the name in `known` most like `name`, or None below `likeness` (0 to 1). Ignores case
+    and hyphens."""
     by_plain = {normalize_name(one): one for one in known}
     near = difflib.get_close_matches(normalize_name(name), by_plain, n=1, cutoff=likeness)
     return by_plain[near[0]] if near else None

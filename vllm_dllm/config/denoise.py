@@ -102,10 +102,7 @@ def read_denoise_config(vllm_config: VllmConfig) -> DenoiseConfig:
     model_config, diffusion_config = vllm_config.model_config, vllm_config.diffusion_config
     assert diffusion_config is not None, "vLLM creates it for every diffusion architecture"
     return DenoiseConfig.from_generation_config(
-        {
-            **model_config.try_get_generation_config(),
-            **model_config.override_generation_config,
-        },
+        {**model_config.try_get_generation_config(), **model_config.override_generation_config},
         max_denoising_steps=diffusion_config.max_denoising_steps,
     )
 

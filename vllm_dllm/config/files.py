@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 OWNER_ONLY_FILE, OWNER_ONLY_FOLDER = 0o600, 0o700
-_KIND = "it is a pipe or a socket"
 
 
 class LineFile:
@@ -63,7 +62,7 @@ def check_file(key: str, path: Path) -> None:
     try:
         # A pipe would hold up every step that its reader does not keep up with.
         if path.exists() and not (path.is_dir() or path.is_file() or path.is_char_device()):
-            raise OSError(None, _KIND)
+            raise OSError(None, "it is a pipe or a socket")
         LineFile(path).close()
     except OSError as error:
         raise ValueError(

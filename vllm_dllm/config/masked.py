@@ -6,13 +6,8 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_dllm.config.architectures import (
-    FAMILIES,
-    Family,
-    edit_token_ids,
-    family_of,
-    takes_acceptance,
-)
+from vllm_dllm.config import architectures
+from vllm_dllm.config.architectures import Family
 from vllm_dllm.config.extension import ExtensionConfig
 
 logger = init_logger(__name__)
@@ -41,10 +36,9 @@ class MaskedConfig:
 
     @classmethod
     def if_masked(cls, vllm_config: VllmConfig) -> "MaskedConfig | None":
-        """Returns the model's MaskedConfig, or None if it is not a masked model. Raises ValueError
-        as `from_vllm_config` does."""
+        """Returns the MaskedConfig of a masked model, as `from_vllm_config` does, else None."""
         model_config = vllm_config.model_config
-        if model_config is None or model_config.architecture not in FAMILIES:
+        if model_config is None or model_config.architecture not in architectures.FAMILIES:
             return None
         return cls.from_vllm_config(vllm_config)
 
@@ -66,7 +60,7 @@ class MaskedConfig:
                 f"{vocab_size - 1} (vocab_size), got {mask_id!r}. Correct it, or pass "
                 f"--hf-overrides '{{\"mask_token_id\": ...}}'."
             )
-        family = family_of(model_config.architecture, hf_config)
+        family = architectures.family_of(model_config.architecture, hf_config)
         assert family is not None, "of masked models"
         for key, wanted in family.fixed.items():
             if (found := getattr(hf_config, key, wanted)) != wanted:
@@ -79,7 +73,7 @@ class MaskedConfig:
         in_flight, edit_tokens = extension.blocks_in_flight, None
         length = diffusion_config.canvas_length // in_flight
         if family.moves_tokens:
-            edit_tokens = edit_token_ids(hf_config)
+            edit_tokens = architectures.edit_token_ids(hf_config)
             ids = {token for token in edit_tokens if type(token) is int and 0 <= token < vocab_size}
             if len(ids - {mask_id}) != 2:
                 raise ValueError(
@@ -145,7 +139,9 @@ def check_asked_blocks(asked: int | None, served: int) -> None:
 def check_verified(acceptance: str | None, family: Family | None, blocks_in_flight: int) -> None:
     """Raises ValueError if `acceptance` asks for verified drafts and the server's canvas has no
     room for the second copy of a block that `family`, which takes them, needs."""
-    if acceptance == "verified" and not takes_acceptance(family, acceptance, blocks_in_flight):
+    if acceptance == "verified" and not architectures.takes_acceptance(
+        family, acceptance, blocks_in_flight
+    ):
         raise ValueError(
             "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
             "server has room for one: start it with --additional-config "

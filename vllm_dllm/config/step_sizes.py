@@ -1,5 +1,4 @@
-"""How many canvases a step of a GPU has room for, which steps become CUDA graphs, and how wide
-narrowed canvases are."""
+"""Sizes of a GPU's steps: room for canvases, CUDA graphs, and widths of narrowed canvases."""
 
 from typing import Any
 
@@ -12,10 +11,7 @@ _FINE_CANVASES = 4  # up to this many, steps are captured in quarters of a canva
 _EACH_CANVAS = 8  # up to this many, each number of canvases has a graph; beyond, every other
 
 
-def max_canvases_per_step(
-    token_budget: int,  # tokens of a step
-    canvas_length: int,
-) -> int:
+def max_canvases_per_step(token_budget: int, canvas_length: int) -> int:
     """Returns how many canvases of `canvas_length` tokens fit into a step of `token_budget` tokens
     beside the quarter that is left to prompts; at least 1."""
     return max(1, (token_budget - token_budget // PROMPT_DIVISOR) // canvas_length)

@@ -51,17 +51,15 @@ def set_tuned_config_folder(folder: Path = FOLDER) -> None:
 
 def may_replace_experts(vllm_config: VllmConfig, folder: Path = FOLDER) -> bool:
     """Whether experts may run other kernels and tile sizes than vLLM's: not if the user named
-    another kernel or has tile sizes of their own, nor under `VLLM_BATCH_INVARIANT`, where a row may
-    not depend on how many there are. `folder`: where this server's tile sizes are, if not in
-    `FOLDER`."""
+    either, nor under `VLLM_BATCH_INVARIANT`, where a row may not depend on how many there are.
+    `folder`: where this server's tile sizes are."""
     is_ours = os.environ.get(VARIABLE, str(FOLDER)) in (str(FOLDER), str(folder))
     backend = vllm_config.kernel_config.moe_backend
     return is_ours and backend in ("auto", "triton") and not envs.VLLM_BATCH_INVARIANT
 
 
 def shipped_tiles(file: str) -> dict[str, Any]:
-    """Returns the tile sizes in the file that we ship by this name. Returns none if we ship no such
-    file."""
+    """Returns the tile sizes in the file of this name that we ship, none if we ship none."""
     path = FOLDER / file
     return dict(json.loads(path.read_text())) if path.exists() else {}
 

@@ -26,8 +26,7 @@ CPU_IMPORTS = (
 """Our modules that the processes of an engine on a CPU import."""
 
 SHORT_SPINS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "300us"}
-"""Limits of spinning: of GNU's OpenMP, whose count takes some 0.3 ms, and of Intel's, where that is
-preloaded."""
+"""Limits of spinning, in GNU's OpenMP (a count, some 0.3 ms) and in Intel's."""
 
 
 def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,7 +35,7 @@ def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {
         # A worker that compiles does not answer for minutes, and after one minute vLLM would warn
         # that processes hang. A worker that hangs while it serves is reported after 300 s.
-        "VLLM_RINGBUFFER_WARNING_INTERVAL": "600",
+        "VLLM_RINGBUFFER_WARNING_INTERVAL": "600"
     }
     # OpenMP threads that spin while they wait hold cores that other threads need: next to another
     # busy process on two cores, a denoise step took 200 ms instead of 12. Threads that sleep at

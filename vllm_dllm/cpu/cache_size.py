@@ -9,34 +9,28 @@ can fill, and only that much must be free.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.utils import cpu_resource_utils
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 logger = init_logger(__name__)
 
 CAPACITY_FACTOR = 2
-"""Size of the cache, as a multiple of what all requests at once fill. The rest keeps prefixes of
-requests that have ended."""
+"""Size of the cache, as a multiple of what all requests at once fill. The rest keeps prefixes."""
 MIN_BYTES = 1 << 30
-"""Least size of the cache, for prefixes where requests are few and short. It is written in a
-second."""
+"""Least size of the cache, for prefixes of few or short requests; written in a second."""
 CGROUP = Path("/sys/fs/cgroup")
 _GIB = 1 << 30
 
 
 @contextmanager
 def without_memory_check(config: CacheConfig) -> Iterator[None]:
-    """Sets `kv_cache_memory_bytes` to 0 in this context, and to None again after it, so that vLLM's
-    worker starts even where its default share of the memory is not free. Does nothing where the
-    user has set a size or a share. `available_cache_bytes` looks at the free memory later."""
+    """Sets `kv_cache_memory_bytes` of `config` to 0 in this context, and to None again after it, so
+    that vLLM's worker starts even where its default share of the memory is not free. Does nothing
+    where the user has set a size or a share."""
     is_open = config.kv_cache_memory_bytes is None and not _user_set_share(config)
     if is_open:
         config.kv_cache_memory_bytes = 0
@@ -79,8 +73,7 @@ def _free_bytes(node: cpu_resource_utils.MemoryNodeInfo) -> int:
 
 
 def _page_cache_bytes(name: str) -> int:
-    """Returns the bytes of cached files by `name`, a file with statistics of the control group. 0
-    if there is no such file."""
+    """Returns the bytes of cached files by the statistics in the file `name`; 0 if it is absent."""
     path = CGROUP / name
     if not path.exists():
         return 0
@@ -89,7 +82,7 @@ def _page_cache_bytes(name: str) -> int:
 
 
 def check_longest_request_fits(
-    num_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
+    num_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig
 ) -> None:
     """Raises ValueError if a cache of `num_bytes` is too small for one request of the longest
     length, unless vLLM chooses that length. vLLM's own error rounds to tenths of a GiB and advises
@@ -115,14 +108,12 @@ def _format_mib(num_bytes: int) -> str:
     return f"{max(num_bytes, 0) / (1 << 20):,.2f} MiB"
 
 
-def _longest_request_bytes(specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig") -> int:
-    """Returns the bytes that a request of the longest length takes in the caches `specs` of all
-    layers."""
+def _longest_request_bytes(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> int:
     return sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
 
 
 def choose_cache_bytes(
-    available_cache_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: "VllmConfig"
+    available_cache_bytes: int, specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig
 ) -> int:
     """Returns the size in bytes of a worker's cache for the layers `specs`: what requests can fill,
     and at most `available_cache_bytes`. Logs it if it is less.
@@ -130,10 +121,8 @@ def choose_cache_bytes(
     Raises:
         ValueError: one request of the longest length does not fit.
     """
-    tokens, requests = (
-        vllm_config.model_config.max_model_len,
-        vllm_config.scheduler_config.max_num_seqs,
-    )
+    tokens = vllm_config.model_config.max_model_len
+    requests = vllm_config.scheduler_config.max_num_seqs
     check_longest_request_fits(available_cache_bytes, specs, vllm_config)
     longest = _longest_request_bytes(specs, vllm_config)
     wanted = max(CAPACITY_FACTOR * requests * longest, MIN_BYTES)

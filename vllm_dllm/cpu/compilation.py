@@ -59,9 +59,8 @@ def choose_compilation(vllm_config: VllmConfig) -> None:
 
 
 def reuse_compiled_models(vllm_config: VllmConfig) -> None:
-    """Lets this worker load what an earlier start compiled, if it would compile the same. Changes
-    vLLM's cache key in `vllm_config`, in place. Call it when the number of threads is set.
-    Repeatable."""
+    """Lets this worker load what an earlier start compiled, if it would compile the same: changes
+    vLLM's cache key in `vllm_config`, in place. Call it when threads are set. Repeatable."""
     from vllm_dllm.cpu.compat import compiled_models
 
     compiled_models.allow_loading_inductor_models()
@@ -89,8 +88,7 @@ def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
 
 
 def _log_compilation(model: str, folder: str) -> None:
-    """Logs that `model`, a class' name, is being compiled, which takes a minute. `folder`: where
-    the result is stored."""
+    """Logs that the class `model` is being compiled, and that the result will be in `folder`."""
     logger.info(
         "Compiling %s for this machine, once: about a minute, longer for a large model. Later "
         "starts load it from %s.",

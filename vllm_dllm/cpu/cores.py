@@ -27,8 +27,8 @@ SMALL_MACHINE_CORES = 8
 
 
 def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
-    """Returns the ids of the cores that each worker computes on, and logs them. `by_worker`: the
-    ids of the cores that each worker may have."""
+    """Returns the cores that each worker computes on, and logs them. `by_worker`: what it may
+    have."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     wanted = int(asked) if asked.isdigit() else 0  # 0: none asked for
     share = cpu_cores.available_cpu_count() // len(by_worker)  # a quota may allow less than all
@@ -43,8 +43,7 @@ def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
 
 
 def _num_compute_cores(num_cores: int, share: int) -> int:
-    """Returns how many of a worker's `num_cores` cores to use. `share`: its part of the CPUs that
-    this container may use."""
+    """Returns how many of `num_cores` cores to use. `share`: the CPUs that a worker may use."""
     if share < num_cores:  # threads that wait for one that used its quota up gain nothing
         return max(1, share)
     return num_cores if num_cores <= SMALL_MACHINE_CORES else num_cores - 1
@@ -55,8 +54,7 @@ MIN_WORK = 30_000_000
 On two cores a second thread gained the shipped model (360,000 weights per layer) 4% at 64 rows, 30%
 at 256, 40% at 512 and 20% at 2,048; next to another busy process it cost half at 64 and at 512."""
 MIN_ROWS = 32
-"""Rows that a smaller step counts as: reading the weights takes about as long as computing this
-many."""
+"""Rows that a smaller step counts as: reading the weights takes as long as computing these."""
 
 set_num_threads = torch.set_num_threads
 """PyTorch's own function. vLLM's worker replaces it by one that refuses once threads are bound to
@@ -79,8 +77,7 @@ class StepThreads:
         self._used = most
 
     def set_for_step(self, num_rows: int) -> None:
-        """Sets this process' threads for the next step, which computes `num_rows` tokens, those of
-        canvases included."""
+        """Sets this process' threads for a step of `num_rows` tokens, canvases included."""
         wanted = self._most if max(num_rows, MIN_ROWS) >= self._least_rows else 1
         if wanted != self._used:
             self._set_num_threads(wanted)

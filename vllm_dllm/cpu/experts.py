@@ -5,7 +5,7 @@ Each caller of `mix_experts` is one PyTorch operation, because the compiler must
 """
 
 from collections.abc import Callable
-from itertools import pairwise, starmap
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from vllm_dllm.cpu.compat.kernels import FusedMoEConfig, StockExperts, prefer_expert_kernel
+from vllm_dllm.cpu.compat.kernels import FusedMoEConfig, StockExperts
 from vllm_dllm.cpu.processor import cpu_vendor
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -55,19 +55,15 @@ def mix_experts(
     tokens = order // topk_ids.shape[1]
     ends = torch.bincount(experts + 1).cumsum(0).tolist()
     first = ends[0]  # rows before it belong to experts of other ranks
-    own = [
-        (e, rows) for e, rows in enumerate(starmap(slice, pairwise(ends))) if rows.stop > rows.start
-    ]
+    own = [(expert, a, b) for expert, (a, b) in enumerate(pairwise(ends)) if b > a]
     if not own:
         return torch.zeros_like(x)
     inputs = gate_up.quantize(x)
-    products = [gate_up.product(inputs[tokens[rows]], expert).to(x.dtype) for expert, rows in own]
-    projected = torch.cat(products)
-    gate, up = projected.chunk(2, dim=-1)
+    products = [gate_up.product(inputs[tokens[a:b]], expert).to(x.dtype) for expert, a, b in own]
+    gate, up = torch.cat(products).chunk(2, dim=-1)
     inner = down.quantize(ACTIVATIONS[activation](gate).mul_(up))
     products = [
-        down.product(inner[rows.start - first : rows.stop - first], expert).to(x.dtype)
-        for expert, rows in own
+        down.product(inner[a - first : b - first], expert).to(x.dtype) for expert, a, b in own
     ]
     weights = topk_weights.flatten()[order[first:], None].float()
     total = torch.zeros(x.shape, dtype=torch.float32)
@@ -100,9 +96,7 @@ def bf16_experts(
 
 
 direct_register_custom_op(
-    "vllm_dllm_bf16_experts",
-    bf16_experts,
-    fake_impl=lambda x, *args: torch.empty_like(x),
+    "vllm_dllm_bf16_experts", bf16_experts, fake_impl=lambda x, *args: torch.empty_like(x)
 )
 
 
@@ -118,12 +112,10 @@ class Bf16Experts(StockExperts):
     def is_supported_config(
         cls: type, moe_config: FusedMoEConfig, *args: object
     ) -> tuple[bool, str | None]:
-        """Returns whether vLLM should choose this kernel, and a reason for the case that it should
-        not."""
+        """Returns whether vLLM should choose this kernel, and why not if it should not."""
         supported, reason = StockExperts.is_supported_config(cls, moe_config, *args)
-        return (
-            supported and is_faster_than_stock(moe_config)
-        ), reason or "vLLM's own kernel is faster"
+        is_chosen = supported and is_faster_than_stock(moe_config)
+        return is_chosen, reason or "vLLM's own kernel is faster"
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
@@ -150,8 +142,7 @@ class Bf16Experts(StockExperts):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Writes the experts' output [T, H] to `output`. Workspaces and scales of inputs are not
-        used."""
+        """Writes the experts' output [T, H] to `output`, without workspaces."""
         if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the weights
             topk_weights = torch.ones_like(topk_weights)
         own_ids = topk_ids if expert_map is None else expert_map[topk_ids]
@@ -177,9 +168,3 @@ def is_faster_than_stock(moe_config: FusedMoEConfig) -> bool:
         and rows >= MIN_ROWS
         and rows * weights >= MIN_WORK
     )
-
-
-def prefer_bf16_experts() -> None:
-    """Offers `Bf16Experts` to vLLM, before its own kernels, for models that this process builds.
-    Repeatable."""
-    prefer_expert_kernel(Bf16Experts)

@@ -10,7 +10,6 @@ loaded, spawns as before.
 """
 
 import atexit
-import contextlib
 import ctypes
 import gc
 import json
@@ -45,15 +44,17 @@ IMPORTS = "_VLLM_DLLM_FORK_SERVER_IMPORTS"
 """Variable of the server's environment: the modules to import."""
 
 _environment: dict[str, str] | None = None
-"""The environment of this process' fork server when it was started; None if this process started
-none."""
+"""The environment in which this process started its fork server; None if it started none."""
 
 
 def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Starts the fork server if this process has none, without waiting for it. Does nothing in a
-    forked process, and in versions of Python whose fork server is open to all users. `imports`:
-    modules that it imports. `variables`: additions to its environment that this process will have
-    later."""
+    forked process, and in versions of Python whose fork server is open to all users.
+
+    Args:
+        imports: modules that the server imports.
+        variables: additions to its environment, which this process will have later.
+    """
     global _environment
     if is_forked() or getattr(forkserver._forkserver, "_forkserver_pid", None) is not None:
         return
@@ -61,14 +62,18 @@ def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None =
         return
     _environment = os.environ | (variables or {})
     forkserver.set_forkserver_preload([f"{__package__}.fork_server_process"])
-    of_server = {PARENT: str(os.getpid()), IMPORTS: " ".join(imports)}
-    with _changed_environment({**_environment, **of_server}):
+    before = dict(os.environ)
+    os.environ.update(_environment, **{PARENT: str(os.getpid()), IMPORTS: " ".join(imports)})
+    try:
         forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def find_fork_obstacle() -> str | None:
-    """Returns why a process forked now would differ from a spawned one, as the end of a sentence in
-    the log. None if it would not."""
+    """Returns why a forked process would differ from a spawned one, as the end of a sentence, or
+    None."""
     if is_forked():
         return None
     if _environment is None:
@@ -79,8 +84,7 @@ def find_fork_obstacle() -> str | None:
 
 
 def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    """Returns the names of variables that libraries read at import and that differ between the
-    environments `before` and `now`."""
+    """Returns the variables that libraries read at import and that differ in the environments."""
     return {
         name
         for name in before.keys() | now.keys()
@@ -96,8 +100,7 @@ def is_forked() -> bool:
 
 
 class _InheritedState:
-    """Pickles as the environment, cores and open standard streams of this process. A forked process
-    that unpickles it takes them over."""
+    """Pickles as this process' environment, cores and open streams, which unpickling takes over."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns the function that restores this process' state, and its arguments."""
@@ -108,8 +111,7 @@ class _InheritedState:
 def _restore_process_state(
     environment: dict[str, str], cores: set[int], streams: list[tuple[int, Any]]
 ) -> None:
-    """Gives this process, a forked one, the environment, cores and streams of the process that
-    started it."""
+    """Gives this forked process the environment, cores and streams of the one that started it."""
     os.environ.clear()
     os.environ.update(environment)
     os.sched_setaffinity(0, cores)
@@ -155,23 +157,10 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _changed_environment(wanted: Mapping[str, str]) -> Any:
-    """Adds `wanted` to this process' environment in this context, and restores the environment
-    after it."""
-    before = dict(os.environ)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def start_early(arguments: Sequence[str]) -> None:
     """Starts the fork server of `vllm serve` for a model of ours, before the process imports vLLM
-    itself. Does nothing for other commands and models, and in child processes: those start it when
-    they start an engine. `arguments`: the command line."""
+    itself. Does nothing in child processes, and for other commands and models, which start it with
+    their engine if they need it. `arguments`: the command line."""
     if multiprocessing.parent_process() is None and serves_our_model(arguments):
         ensure_running(
             (*engine_processes.MODULES, *CPU_IMPORTS),
@@ -180,8 +169,7 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def serves_our_model(arguments: Sequence[str]) -> bool:
-    """Whether the command line `arguments` is `vllm serve` with the folder of a checkpoint of
-    ours."""
+    """Whether the command line is `vllm serve` with the folder of a checkpoint of ours."""
     return arguments[1:2] == ["serve"] and any(map(_is_ours, arguments[2:]))
 
 

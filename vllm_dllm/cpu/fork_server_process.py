@@ -47,7 +47,7 @@ def _prepare_server(parent: int) -> None:
             os._exit(1)
 
     def reset_child() -> None:
-        """Gives a forked child Python's own signals and exit, and keeps it from starting another
+        """Gives a forked child Python's own signals and exit, and keeps it from forking a
         server."""
         if os.getppid() != server:
             return  # a child's child, forked by hand
@@ -67,17 +67,6 @@ def _prepare_server(parent: int) -> None:
         # Imported here, since in a child it would look for the arguments at a wrong address.
         importlib.import_module("setproctitle").setproctitle("VLLM::ForkServer")
     gc.disable()  # nothing that is imported is garbage; looking for it takes a seventh of the time
-
-
-def _freeze_imports() -> None:
-    """Ends the checks on the parent, and freezes all objects, so that garbage collectors of
-    children do not write into shared pages."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's server ignores it from here
-    gc.collect()
-    gc.freeze()
-    gc.enable()
 
 
 if PARENT in os.environ:  # not where a tool imports all modules

@@ -52,8 +52,7 @@ def _fork_context(config: "VllmConfig") -> engine_processes.Context | None:
 
 
 def compute_on_chosen_cores() -> None:
-    """Binds a forked worker to its cores, before it computes anything. Does nothing in other
-    processes."""
+    """Binds a forked worker to its cores, before it computes. Else does nothing."""
     if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
         os.sched_setaffinity(0, chosen)
         cores.set_num_threads(len(chosen))

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def install() -> None:
     """Lets configurations of this process choose model runner v2, and its processes fork. On small
-    machines also shortens polling. Does nothing where vLLM can launch Triton kernels.
-    Repeatable."""
+    machines also shortens polling. Does nothing where vLLM has Triton. Repeatable."""
     if triton_placeholder.has_triton():
         return
     norm.register_cpp_norm()

@@ -6,9 +6,9 @@ A kernel that has no native version runs in Triton's own interpreter.
 
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from vllm.logger import init_logger
@@ -23,8 +23,7 @@ Launch = Callable[..., None]
 
 
 class CpuKernel:
-    """Replaces one Triton kernel. A launch runs `native` or, if that is None, Triton's
-    interpreter."""
+    """Replaces one Triton kernel. A launch runs `native` or, if None, Triton's interpreter."""
 
     def __init__(self, fn: FunctionType, native: Launch | None) -> None:
         self.fn = fn
@@ -37,8 +36,7 @@ class CpuKernel:
         return partial(self.native or self.interpret, grid)
 
     def interpret(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
-        """Runs the kernel on `grid` in Triton's interpreter, and logs a warning once for each
-        kernel."""
+        """Runs the kernel on `grid` in Triton's interpreter, and logs that once a kernel."""
         logger.warning_once(
             "Kernel %s.%s has no native CPU version and runs in Triton's interpreter, slowly.",
             self.__module__,
@@ -47,8 +45,7 @@ class CpuKernel:
         make_interpreted(self.fn)[grid](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function in Triton's interpreter, as a call from inside another interpreted
-        kernel."""
+        """Runs the function in Triton's interpreter, for a kernel that calls this one."""
         return make_interpreted(self.fn)(*args, **kwargs)
 
 
@@ -58,8 +55,7 @@ def kernel_name(fn: FunctionType) -> str:
 
 
 def jit(fn: FunctionType | None = None, **options: Any) -> Any:
-    """Returns the `CpuKernel` of `fn`, or without `fn` a decorator. Replaces `triton.jit`, whose
-    options only affect Triton's compiler."""
+    """Returns the `CpuKernel` of `fn`, or a decorator. Options of `triton.jit` have no effect."""
     if fn is None:
         return jit
     from vllm_dllm.cpu.kernels import NATIVE_KERNELS
@@ -68,32 +64,22 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 
 
 def replace_kernels() -> None:
-    """Replaces the kernels of all vLLM modules, whether loaded already or later, by `CpuKernel`s.
-    Repeatable."""
+    """Replaces the kernels of vLLM's modules, loaded or not yet, by `CpuKernel`s. Repeatable."""
     triton_placeholder.set_triton_jit(jit)
-    modules = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and triton_placeholder.uses_triton_placeholder(module)
-    ]
-    kernels = {id(fn): jit(fn) for module in modules for fn in _jitted_functions(module)}
-    # Also in modules that did `from module import kernel`.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm."):
-            for attribute, value in list(vars(module).items()):
-                if id(value) in kernels:
-                    setattr(module, attribute, kernels[id(value)])
-
-
-def _jitted_functions(module: ModuleType) -> Sequence[FunctionType]:
-    """Returns the kernels that `module` defines."""
-    return [
-        value
-        for value in vars(module).values()
+    modules = [module for name, module in sys.modules.items() if name.startswith("vllm.")]
+    kernels = {
+        id(value): jit(value)
+        for module in filter(triton_placeholder.uses_triton_placeholder, modules)
+        for value in list(vars(module).values())
         if isinstance(value, FunctionType)
         and value.__module__ == module.__name__
         and _is_jitted(value)
-    ]
+    }
+    # Also in modules that did `from module import kernel`.
+    for module in modules:
+        for attribute, value in list(vars(module).items()):
+            if id(value) in kernels:
+                setattr(module, attribute, kernels[id(value)])
 
 
 def _is_jitted(fn: FunctionType) -> bool:
@@ -111,12 +97,9 @@ def _is_jitted(fn: FunctionType) -> bool:
 
 @cache
 def make_interpreted(fn: FunctionType) -> Any:
-    """Returns `fn` as `triton.jit` would under TRITON_INTERPRET=1. Changes the annotations of `fn`
-    and the globals of its module.
-
-    That module was loaded with placeholders for `triton.language`. They are replaced with the real
-    modules, which the interpreter looks for.
-    """
+    """Returns `fn` as `triton.jit` would under TRITON_INTERPRET=1. Replaces placeholders for
+    `triton.language` in the annotations of `fn` and the globals of its module, in place, by the
+    real modules, which the interpreter looks for."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -125,10 +108,7 @@ def make_interpreted(fn: FunctionType) -> Any:
         real = triton_placeholder.real_triton_module(value)
         if real is not None:
             fn.__globals__[attribute] = real
-    fn.__annotations__ = {
-        name: tl.constexpr
-        if triton_placeholder.is_placeholder_constexpr(annotation)
-        else annotation
-        for name, annotation in fn.__annotations__.items()
-    }
+    for name, annotation in fn.__annotations__.items():
+        if triton_placeholder.is_placeholder_constexpr(annotation):
+            fn.__annotations__[name] = tl.constexpr
     return InterpretedFunction(fn)

@@ -24,8 +24,7 @@ def _norm_supports(
 
 
 def register_cpp_norm() -> None:
-    """Adds vLLM's C++ kernel to vLLM's implementations of RMS norm as `NORM_PROVIDER`.
-    Repeatable."""
+    """Adds vLLM's C++ kernel to vLLM's kinds of RMS norm, as `NORM_PROVIDER`. Repeatable."""
     if NORM_PROVIDER in ir.ops.rms_norm.impls:
         return
 
@@ -40,8 +39,7 @@ def register_cpp_norm() -> None:
 
 
 def prefer_cpp_norm(vllm_config: VllmConfig) -> None:
-    """Makes `NORM_PROVIDER` the first choice for norms of the model, in `vllm_config`, in place.
-    Does nothing if it is not registered."""
+    """Puts `NORM_PROVIDER`, if registered, first for norms in `vllm_config`, in place."""
     if NORM_PROVIDER in ir.ops.rms_norm.impls:
         norms = vllm_config.kernel_config.ir_op_priority.rms_norm
         norms[:] = [NORM_PROVIDER, *(name for name in norms if name != NORM_PROVIDER)]

@@ -6,16 +6,14 @@ import torch
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the names of all extensions that this processor has, sorted, in one string.
-    `cpuinfo`: Linux' file about the processors."""
+    """Returns the names of this processor's extensions, sorted. `cpuinfo`: Linux' file of them."""
     if names := _value_of_first_processor(cpuinfo, ("flags", "Features")):  # on x86 and Arm
         return " ".join(sorted(names.split()))
     return str(sorted(torch.cpu.get_capabilities().items()))
 
 
 def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the vendor's id, `AuthenticAMD` or `GenuineIntel`; "" where it is unknown, as on
-    Arm."""
+    """Returns the vendor, `AuthenticAMD` or `GenuineIntel`; "" if unknown, as on Arm."""
     return _value_of_first_processor(cpuinfo, ("vendor_id",)) or ""
 
 

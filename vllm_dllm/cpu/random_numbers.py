@@ -50,9 +50,8 @@ def murmur3(seeds: Array, positions: Array, tokens: Array, domain: int = 0) -> A
 
 
 def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> Array:
-    """Returns Gumbel noise for `seeds`, `positions` and `tokens`, all int64 and broadcast against
-    each other. The noise is fp64 or fp32. In fp32 the large values, which decide, have the finest
-    steps."""
+    """Returns Gumbel noise, fp64 or fp32, for `seeds`, `positions` and `tokens`, all int64 and
+    broadcast. In fp32 the large values, which decide, have the finest steps."""
     if fp64:
         low = murmur3(seeds, positions, tokens).astype(np.uint64)
         high = murmur3(seeds, positions, tokens, _SECOND_STREAM).astype(np.uint64)
@@ -68,8 +67,8 @@ def gumbel_noise(seeds: Array, positions: Array, tokens: Array, fp64: bool) -> A
 
 
 def philox_uniform(seeds: Array, positions: Array) -> Array:
-    """Returns fp32 draws in (0, 1) from int64 `seeds` and `positions` of one shape: Triton's
-    `tl.rand`, but never zero."""
+    """Returns fp32 draws in (0, 1) from int64 arrays of one shape: Triton's `tl.rand`, never
+    zero."""
     seeds, positions = _as_uint64(seeds), _as_uint64(positions)
     key0, key1 = seeds & _MASK, seeds >> np.uint64(32)
     c0, c1 = positions & _MASK, positions >> np.uint64(32)

@@ -14,15 +14,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.logprobs import restrict_prompt_logprobs
-from vllm_dllm.compat.runner import (
-    attach_canvas_numbers,
-    join_commits,
-    refuse_vocabulary_adapters,
-)
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits, refuse_vocabulary_adapters
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import cache_size, compilation, cores, experts, forks
-from vllm_dllm.cpu.compat import adapters, communicator, ops
+from vllm_dllm.cpu.compat import adapters, communicator, kernels, ops
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
 from vllm_dllm.cpu.launch import replace_kernels
 from vllm_dllm.cpu.verification import rejection_sample
@@ -42,12 +38,11 @@ class TritonFreeCPUWorker(CPUWorker):
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        """Installs kernels and speculators without Triton in this process, and makes the model
-        runner."""
+        """Installs kernels and speculators without Triton, and makes the model runner."""
         ops.request_amx_permission()
         replace_kernels()
         replace_rejection_sample(rejection_sample)
-        experts.prefer_bf16_experts()
+        kernels.prefer_expert_kernel(experts.Bf16Experts)
         communicator.use_uneven_communicator()
         adapters.use_batched_adapters()
         drafting.set_speculator_classes(*SPECULATORS)
@@ -55,8 +50,7 @@ class TritonFreeCPUWorker(CPUWorker):
         compilation.reuse_compiled_models(self.vllm_config)  # the key has the number of threads
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads the model. Raises ValueError if a KV cache of the size that the user set cannot
-        hold the longest request."""
+        """Loads the model. Raises ValueError if a KV cache of a set size is too small."""
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
@@ -68,8 +62,7 @@ class TritonFreeCPUWorker(CPUWorker):
             cache_size.check_longest_request_fits(size, self.get_kv_cache_spec(), self.vllm_config)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Always raises ValueError: CPU kernels have packed copies of the weights, which would stay
-        the old ones."""
+        """Always raises ValueError: CPU kernels have packed copies of the old weights."""
         raise ValueError(
             "Weights cannot be reloaded on CPUs, whose kernels have packed them. Start the server "
             "anew with the other weights."
@@ -110,7 +103,6 @@ class TritonFreeCPUWorker(CPUWorker):
         return self.sample_tokens(None) if output is None and samples_at_once else output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Returns the sampled tokens, with numbers of canvases and predicted draft widths
-        attached."""
+        """Returns the sampled tokens, numbers of canvases and predicted draft widths."""
         output = attach_canvas_numbers(self.model_runner, super().sample_tokens(grammar_output))
         return drafting.send_predicted_widths(self.model_runner, output)

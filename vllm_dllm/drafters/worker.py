@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat import drafting
-from vllm_dllm.compat.logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 from vllm_dllm.compat.runner import refuse_vocabulary_adapters
 from vllm_dllm.config.workers import SPECULATORS
 

@@ -11,9 +11,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dllm.compat.metrics import CanvasSpecDecodingStats, count_denoise_step
+from vllm_dllm.compat.metrics import CanvasSpecDecodingStats
 from vllm_dllm.compat.runner import get_canvas_numbers
 from vllm_dllm.compat.scheduler import SchedulerHooks, scheduled_at
+from vllm_dllm.compat.usage import count_denoise_step
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers, CanvasRow
 from vllm_dllm.metrics.prometheus import CanvasCounts
 from vllm_dllm.scheduling.block_spans import BlockSpans

@@ -17,13 +17,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_dllm.compat.grammar import BlockCheck
-from vllm_dllm.compat.metrics import start_step_counts
 from vllm_dllm.compat.runner import get_canvas_numbers
 from vllm_dllm.compat.scheduler import (
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
     tokens_in_flight,
 )
+from vllm_dllm.compat.usage import start_step_counts
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_stop_foreseen

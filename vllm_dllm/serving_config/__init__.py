@@ -25,26 +25,14 @@ from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.measured import folder
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.requests.options import server_defaults
-from vllm_dllm.serving_config.checks import (
-    check_pipeline,
-    check_stop_tokens,
-    check_token_budget,
-    check_weight_files,
-)
+from vllm_dllm.serving_config import checks, steps
 from vllm_dllm.serving_config.experts import prefer_tuned_kernel
 from vllm_dllm.serving_config.images import prepare_images
-from vllm_dllm.serving_config.steps import (
-    FEWEST_REQUESTS,
-    LOGITS_MEMORY_BYTES,
-    choose_cuda_graphs,
-    default_max_num_seqs,
-)
 
 logger = init_logger(__name__)
 
 CPU_PAGE = 128
-"""Tokens of a page of the KV cache on CPUs. vLLM would choose as many, but only after models have
-adjusted the configuration."""
+"""Tokens of a page of the KV cache on CPUs. vLLM would choose as many, but later."""
 SCHEDULER = "vllm_dllm.scheduling.scheduler.make_scheduler"
 _CANVASES_OF_PROMPT = 4
 """Most tokens of a prompt in a step shared with others on CPUs, in canvases."""
@@ -55,8 +43,7 @@ large ones. Longer steps are no faster per token (H200, the 26B model: 10.3 us a
 
 
 class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
-    """vLLM's own adjustments for DiffusionGemma, without those that a CPU or a small vocabulary
-    does not need, and ours."""
+    """Adjustments for DiffusionGemma: vLLM's own, as far as they suit the machine, and ours."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -65,37 +52,24 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
-        check_pipeline(vllm_config)
+        checks.check_pipeline(vllm_config)
         modelopt.adapt_modelopt_config(vllm_config.model_config)
-        scheduler_config, attention_config = (
-            vllm_config.scheduler_config,
-            vllm_config.attention_config,
-        )
-        max_num_seqs, backend = scheduler_config.max_num_seqs, attention_config.backend
-        flash_attn_version = attention_config.flash_attn_version
-        DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+        scheduler_config = vllm_config.scheduler_config
+        max_num_seqs = scheduler_config.max_num_seqs
+        adjust_as_vllm(vllm_config)
         if current_platform.is_cpu():
-            attention_config.backend = backend  # stock picks Triton before asking the platform
             choose_forward(vllm_config)
-        elif backend in (None, ours := gpu_backend(vllm_config)) and ours is not None:
-            attention_config.backend = ours
-            # vLLM sets 4 for layers of different head sizes; our backend takes it for the user's.
-            attention_config.flash_attn_version = flash_attn_version
-            logger.info(
-                "Attention runs our kernels (--attention-backend %s), which know the window rules "
-                "of diffusion models.",
-                ours.name,
-            )
         limit_interrupted_start()
         set_scheduler_and_worker(vllm_config)
         limit_prompt_chunks(vllm_config)
-        check_token_budget(vllm_config)
+        checks.check_token_budget(vllm_config)
         if vllm_config.model_config.supports_multimodal_inputs:
             prepare_images(vllm_config)
         if is_default := scheduler_config.max_num_seqs != max_num_seqs:
-            scheduler_config.max_num_seqs = min(max_num_seqs, default_max_num_seqs(vllm_config))
+            most = steps.default_max_num_seqs(vllm_config)
+            scheduler_config.max_num_seqs = min(max_num_seqs, most)
         if current_platform.is_cuda_alike():
-            choose_cuda_graphs(vllm_config)
+            steps.choose_cuda_graphs(vllm_config)
         elif is_default:
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         # Read again by the worker. Read here, too, so that a mistake ends the start at once.
@@ -111,42 +85,41 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
             logger.info(note)
 
 
+def adjust_as_vllm(vllm_config: VllmConfig) -> None:
+    """Makes vLLM's adjustments for DiffusionGemma in `vllm_config`, in place. Then sets our
+    attention backend if this GPU runs it and the user named none, and on a CPU the user's choice
+    again."""
+    config = vllm_config.attention_config
+    backend, flash_attn_version = config.backend, config.flash_attn_version
+    DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
+    if current_platform.is_cpu():
+        config.backend = backend  # stock picks Triton before asking the platform
+    elif backend in (None, ours := gpu_backend(vllm_config)) and ours is not None:
+        config.backend = ours
+        # vLLM sets 4 for layers of different head sizes; our backend takes it for the user's.
+        config.flash_attn_version = flash_attn_version
+        logger.info(
+            "Attention runs our kernels (--attention-backend %s), which know the window rules "
+            "of diffusion models.",
+            ours.name,
+        )
+
+
 class MaskedServingConfig(VerifyAndUpdateConfig):
     """Adjustments for models whose canvases are blocks of masks (`config.masked`)."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Checks and adjusts `vllm_config`, in place, to serve a masked model.
+        """Checks and adjusts `vllm_config`, in place, to serve a masked model. vLLM calls this once
+        for a model.
 
         Raises:
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
-        check_pipeline(vllm_config)
-        own_length = vllm_config.model_config.hf_config.canvas_length
-        if vllm_config.diffusion_config is None:
-            vllm_config.diffusion_config = DiffusionConfig(canvas_length=own_length)
+        checks.check_pipeline(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        # vLLM calls this once for a model.
-        vllm_config.diffusion_config.canvas_length *= extension.blocks_in_flight
-        config = MaskedConfig.from_vllm_config(vllm_config)
-        config.check_blocks_in_flight()
-        if config.block_length > own_length:
-            # Not refused: the published loops take any length as an argument.
-            logger.warning(
-                "--diffusion-config asks for blocks of %d tokens, and the checkpoint has blocks of "
-                "%d (%s in config.json). A model answers worse in longer blocks than it was "
-                "trained with.",
-                config.block_length,
-                own_length,
-                config.family.block_key,
-            )
-        cache_config, scheduler_config = vllm_config.cache_config, vllm_config.scheduler_config
-        if cache_config.user_specified_block_size:
-            config.check_cache_page(cache_config.block_size, "--block-size")
-        elif not config.family.is_causal:
-            page = CPU_PAGE if current_platform.is_cpu() else cache_config.block_size
-            cache_config.block_size = math.lcm(page, config.block_length)
-            cache_config.user_specified_block_size = True  # else vLLM chooses again later
+        set_canvas(vllm_config, extension.blocks_in_flight)
+        scheduler_config = vllm_config.scheduler_config
         if scheduler_config.async_scheduling is None:
             # Small blocks lose more to commits of their own than the host's time hides.
             scheduler_config.async_scheduling = False
@@ -161,11 +134,9 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
             set_attention_backend(vllm_config)
         limit_interrupted_start()
         set_scheduler_and_worker(vllm_config)
-        check_token_budget(vllm_config)
+        checks.check_token_budget(vllm_config)
         if scheduler_config.max_num_seqs >= SchedulerConfig.DEFAULT_MAX_NUM_SEQS:  # not the user's
-            canvas_length = vllm_config.diffusion_config.canvas_length
-            per_request = 8 * canvas_length * vllm_config.model_config.get_vocab_size()
-            most = max(FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_request)
+            most = steps.most_with_logits(vllm_config)
             scheduler_config.max_num_seqs = min(scheduler_config.max_num_seqs, most)
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         for name in ("commit_last_block", "load_stages"):
@@ -174,6 +145,35 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
                     f"{name} is not for masked models yet. Leave it out of --additional-config."
                 )
         finish_config(vllm_config, extension)
+
+
+def set_canvas(vllm_config: VllmConfig, blocks_in_flight: int) -> None:
+    """Sets the length of a masked model's canvas in `vllm_config`, in place, and pages of the KV
+    cache that hold whole blocks. Logs a warning where blocks are longer than the checkpoint's.
+    Raises ValueError for blocks or pages that cannot be served."""
+    own_length = vllm_config.model_config.hf_config.canvas_length
+    if vllm_config.diffusion_config is None:
+        vllm_config.diffusion_config = DiffusionConfig(canvas_length=own_length)
+    vllm_config.diffusion_config.canvas_length *= blocks_in_flight
+    config = MaskedConfig.from_vllm_config(vllm_config)
+    config.check_blocks_in_flight()
+    if config.block_length > own_length:
+        # Not refused: the published loops take any length as an argument.
+        logger.warning(
+            "--diffusion-config asks for blocks of %d tokens, and the checkpoint has blocks of "
+            "%d (%s in config.json). A model answers worse in longer blocks than it was "
+            "trained with.",
+            config.block_length,
+            own_length,
+            config.family.block_key,
+        )
+    cache_config = vllm_config.cache_config
+    if cache_config.user_specified_block_size:
+        config.check_cache_page(cache_config.block_size, "--block-size")
+    elif not config.family.is_causal:
+        page = CPU_PAGE if current_platform.is_cpu() else cache_config.block_size
+        cache_config.block_size = math.lcm(page, config.block_length)
+        cache_config.user_specified_block_size = True  # else vLLM chooses again later
 
 
 def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
@@ -189,8 +189,8 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
         vllm_config.shutdown_timeout = extension.drain_seconds
-    check_weight_files(vllm_config)
-    check_stop_tokens(vllm_config)
+    checks.check_weight_files(vllm_config)
+    checks.check_stop_tokens(vllm_config)
 
 
 def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:

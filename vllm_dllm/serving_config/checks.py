@@ -8,8 +8,7 @@ from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_s
 
 
 def check_pipeline(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for pipeline parallelism, where only the last stage learns which canvases
-    are committed."""
+    """Raises ValueError for pipeline parallelism, where one stage alone knows what is committed."""
     if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
@@ -30,8 +29,7 @@ def check_weight_files(vllm_config: VllmConfig) -> None:
 
 
 def check_stop_tokens(vllm_config: VllmConfig) -> None:
-    """Raises ValueError if a stop token of the checkpoint is not in its vocabulary, so that no
-    answer would end."""
+    """Raises ValueError if a stop token is not in the vocabulary, so that no answer would end."""
     model_config = vllm_config.model_config
     vocab_size = model_config.get_vocab_size()
     sources = {

@@ -25,7 +25,7 @@ def prefer_tuned_kernel(vllm_config: VllmConfig, folder: Path = tiles.FOLDER) ->
         return
     if not tiles.may_replace_experts(vllm_config, folder):
         return
-    from vllm_dllm.compat.experts import name_tiles_file  # takes seconds
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name  # takes seconds
 
     width = model_config.hf_text_config.moe_intermediate_size
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
@@ -34,7 +34,7 @@ def prefer_tuned_kernel(vllm_config: VllmConfig, folder: Path = tiles.FOLDER) ->
         experts //= ranks
     else:
         width //= ranks
-    if (tiles.FOLDER / name_tiles_file(experts, width, "fp8_w8a8")).exists():
+    if (tiles.FOLDER / get_config_file_name(experts, width, "fp8_w8a8")).exists():
         vllm_config.kernel_config.moe_backend = "triton"
         logger.info(
             "Experts run our kernel, which was faster on such a GPU, and where it cannot, vLLM's "

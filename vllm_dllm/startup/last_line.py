@@ -21,14 +21,7 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from vllm_dllm.compat.log_lines import (
-    ENGINE,
-    ENGINE_FAILED,
-    FAILED_CALL,
-    FAILED_START,
-    WORKER_FAILED,
-    failed_at_start,
-)
+from vllm_dllm.compat import log_lines
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable with the path of the file that a child writes its first error to."""
@@ -37,7 +30,7 @@ FILE = "DLLM_FIRST_ERROR_FILE"
 def install() -> None:
     """Installs the log handlers that record why a start failed, and in the first process the hook
     that prints the last line. Child processes call it as well. Repeatable."""
-    for name in FAILED_START:
+    for name in log_lines.FAILED_START:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _FirstError) for handler in logger.handlers):
             logger.addHandler(_FirstError())
@@ -47,7 +40,7 @@ def install() -> None:
 
 
 def shows_tracebacks() -> bool:
-    """Whether the user wants to see tracebacks: `VLLM_LOGGING_LEVEL` is set."""
+    """Whether the user wants to see tracebacks."""
     return "VLLM_LOGGING_LEVEL" in os.environ
 
 
@@ -68,26 +61,25 @@ class _FirstError(logging.Handler):
             file.write(one_line(error))
         if not shows_tracebacks():
             record.exc_info = None
-            if record.name == ENGINE and multiprocessing.parent_process() is not None:
+            if record.name == log_lines.ENGINE and multiprocessing.parent_process() is not None:
                 raise SystemExit(1)
 
 
 def _ends_start(record: logging.LogRecord) -> bool:
     """Whether a record of a logger in `FAILED_START` is of an exception that ends a start."""
-    if record.msg == FAILED_CALL and record.exc_info and record.exc_info[1]:
-        return failed_at_start(record.exc_info[1])
-    return record.msg == FAILED_START[record.name]
+    if record.msg == log_lines.FAILED_CALL and record.exc_info and record.exc_info[1]:
+        return log_lines.failed_at_start(record.exc_info[1])
+    return record.msg == log_lines.FAILED_START[record.name]
 
 
 def _open_for_owner(path: str, flags: int) -> int:
-    """Opens a file that only its owner can read, and returns its descriptor, as an opener for
-    `open`."""
+    """Opens a file that only its owner can read, and returns its descriptor."""
     return os.open(path, flags, 0o600)
 
 
 class _LastLine:
-    """Replaces `sys.excepthook`. Calls the replaced hook, and then prints the line that the user
-    needs."""
+    """Takes the place of `sys.excepthook`: prints the line that the user needs after a
+    traceback."""
 
     def __init__(self) -> None:
         self._stock = sys.excepthook
@@ -111,14 +103,14 @@ def last_line(error: BaseException) -> str | None:
     it. If the engine has failed, takes the line that a child left, and deletes its file."""
     if isinstance(error, ValidationError):
         return one_line(error)
-    if str(error).startswith(ENGINE_FAILED):
+    if str(error).startswith(log_lines.ENGINE_FAILED):
         return take_first_error()
     return None
 
 
 def _describe_unforeseen(error: BaseException) -> str:
     """Returns the line for an error that no check foresaw. Unless its message is meant for users,
-    adds how to see more of it."""
+    says how to see more."""
     if isinstance(error, (ValueError, OSError)):
         return one_line(error)
     more = "VLLM_LOGGING_LEVEL=INFO shows where."
@@ -133,20 +125,17 @@ def discard_first_error() -> None:
 
 
 def take_first_error() -> str | None:
-    """Returns the error that a child left, and deletes its file. None if no child left one."""
+    """Returns the error that a child left, and deletes its file; None if no child left one."""
     path = Path(os.environ[FILE])
-    try:
-        line = path.read_text()
-    except FileNotFoundError:
-        return None
-    path.unlink()
+    line = path.read_text() if path.exists() else None
+    path.unlink(missing_ok=True)
     return line
 
 
 def one_line(error: BaseException) -> str:
     """Returns the error's message without line breaks, or its class' name if there is none. Of
     pydantic's errors, only the messages."""
-    text = WORKER_FAILED.sub(r"\1", str(error)) or type(error).__name__
+    text = log_lines.WORKER_FAILED.sub(r"\1", str(error)) or type(error).__name__
     if isinstance(error, ValidationError):
         text = "; ".join(
             ": ".join([*map(str, e["loc"]), e["msg"].removeprefix("Value error, ")])

@@ -31,8 +31,7 @@ _TOKENIZERS = (
 
 
 def check_models(arguments: "EngineArgs") -> None:
-    """Raises ValueError if the model or the drafter that an engine's arguments name cannot be found
-    or cannot be served."""
+    """Raises ValueError if the model or the drafter in `arguments` is not there or not served."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
     if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
@@ -53,8 +52,7 @@ def check_models(arguments: "EngineArgs") -> None:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's `config.json`. Empty if it cannot be read, which vLLM reports, or is no
-    object."""
+    """Returns a folder's `config.json`; {} if it is no object, or unreadable, as vLLM reports."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -103,8 +101,7 @@ def check_model(model: str) -> None:
 
 
 def _describe_parent_folder(path: Path) -> str:
-    """Returns text about the folder in which `path` was expected: which checkpoints are in it, if
-    any."""
+    """Returns text that says which checkpoints are in the folder in which `path` was expected."""
     if not path.parent.is_dir():
         return f"there is no '{path.parent}' either"
     names = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
@@ -112,8 +109,7 @@ def _describe_parent_folder(path: Path) -> str:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub's host takes connections within `_CONNECT_SECONDS`. True behind a proxy,
-    which only a request would tell."""
+    """Whether the hub's host takes connections in `_CONNECT_SECONDS`, or there is a proxy."""
     address = urlsplit(constants.ENDPOINT)
     if urllib.request.getproxies().keys() & {address.scheme, "all"}:
         return True

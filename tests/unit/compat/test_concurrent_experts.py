@@ -180,7 +180,7 @@ class Stack(nn.Module):
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> tuple[Stack, Stack]:
     """Of stock layers, and of ours."""
-    monkeypatch.setattr(concurrent_experts, "_beside", late)
+    monkeypatch.setattr(concurrent_experts, "_second_stream", late)
     late.announced = late.awaited = 0
     late.seen.clear()
     stock, ours = Stack(), Stack()
@@ -309,7 +309,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_experts_that_are_awaited_run_on_the_second_stream(
     notes: list[str], is_awaited: bool, expected: str
 ) -> None:
-    beside = concurrent_experts._Beside()
+    beside = concurrent_experts._SecondStream()
 
     def run(states: str, logits: str, *others: None) -> str:
         assert others == (None, None)
@@ -332,4 +332,4 @@ def test_experts_that_are_awaited_run_on_the_second_stream(
 def test_a_graph_of_other_layers_is_not_run() -> None:
     """Its layers would take the router's rows for logits."""
     with pytest.raises(AssertionError, match="other layers"):
-        concurrent_experts._Beside().begin()
+        concurrent_experts._SecondStream().begin()

@@ -19,9 +19,9 @@ from vllm_dllm.compat.logprobs import (
     RevealedLogprob,
     cache_token_texts,
     pack_step_into_ranks,
-    restrict_prompt_logprobs,
     return_revealed_steps,
 )
+from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 
 TOKENS = np.array([[3, 7], [5, 5]])
 SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)

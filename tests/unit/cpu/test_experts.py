@@ -138,8 +138,8 @@ def test_vllm_asks_it_first() -> None:
     backends = unquantized.UnquantizedMoeBackend
     with patched("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls"):
         stock = unquantized.backend_to_kernel_cls(backends.CPU)
-        experts.prefer_bf16_experts()
-        experts.prefer_bf16_experts()
+        kernels.prefer_expert_kernel(experts.Bf16Experts)
+        kernels.prefer_expert_kernel(experts.Bf16Experts)
         first, *others = unquantized.backend_to_kernel_cls(backends.CPU)
         assert first is experts.Bf16Experts
         assert others == [kernels.with_local_experts(each) for each in stock]

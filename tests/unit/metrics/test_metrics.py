@@ -22,8 +22,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from tests.metrics import check_histogram, ours, since
 from tests.paths import ROOT
 from vllm_dllm import plugin
-from vllm_dllm.compat.metrics import (
-    CanvasSpecDecodingStats,
+from vllm_dllm.compat.metrics import CanvasSpecDecodingStats
+from vllm_dllm.compat.usage import (
     StepCounts,
     count_denoise_step,
     pop_step_counts,

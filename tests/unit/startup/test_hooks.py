@@ -15,7 +15,7 @@ from vllm_dllm.compat import log_lines
 from vllm_dllm.compat.log_lines import WRONG_WARNINGS
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
-from vllm_dllm.startup.hooks import check_chat_template
+from vllm_dllm.startup.chat_template import check_chat_template
 from vllm_dllm.startup.installation import EXAMPLES, check_json_options
 
 SETTINGS = {"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}

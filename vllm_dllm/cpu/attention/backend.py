@@ -16,37 +16,26 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import set_kernel_isa
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.cpu.attention.canvases import (
-    CanvasKeys,
-    CanvasLayout,
-    attend_canvases,
-    check_cache_layout,
-)
+from vllm_dllm.cpu.attention import canvases
+from vllm_dllm.cpu.attention.canvases import CanvasKeys, CanvasLayout, attend_canvases
 from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_blocks
 
 
 @dataclass
-class CpuCanvasMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata, with the keys of canvases under the reference rule, of images longer
-    than the window, and of second copies of blocks. `canvas_keys` None: the step has no such
-    canvas."""
+class CpuCanvasMetadata(cpu_attn.CPUAttentionMetadata):
+    """vLLM's CPU metadata, with the keys of what is computed here: canvases under the reference
+    rule, images longer than the window, and second copies of blocks."""
 
-    canvas_keys: CanvasKeys | None = None
-    more_keys: tuple[CanvasKeys, ...] = ()  # of images and copies
+    canvas_keys: tuple[CanvasKeys, ...] = ()
 
 
-class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
+class CpuCanvasMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
     """Builds metadata with `CanvasKeys` for sliding-window layers, and for models that verify
     blocks in a second copy. Other layers have none."""
 
@@ -65,7 +54,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.window_size > 0 or (masked is not None and masked.verifies_copies):
             if self.isa == "amx":  # its cache is laid out for tiles
                 set_kernel_isa(self, "vec", layer_names)
-            check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
+            canvases.check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
 
     def build(
         self,
@@ -74,71 +63,54 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         window_rules: WindowRules | None = None,
     ) -> CpuCanvasMetadata:
-        """Returns the metadata of a step. Requests are split into ones that vLLM's kernel can
-        compute, which are causal or bidirectional."""
-        rules = window_rules or WindowRules()
-        copy_keys = self._build_copy_keys(common_attn_metadata)
-        common, rules, images = split_at_images(common_attn_metadata, rules)
+        """Returns the metadata of a step, with requests split into ones that vLLM's kernel can
+        compute: causal or bidirectional. It also computes the rows of second copies, as if they
+        were causal, which `CpuCanvasImpl` then overwrites."""
+        uncut = common_attn_metadata
+        common, rules, images = split_at_images(uncut, window_rules or WindowRules())
         common = split_into_blocks(common)
         base = super().build(common_prefix_len, common, fast_build)
-        return CpuCanvasMetadata(
-            **vars(base),
-            canvas_keys=self._build_canvas_keys(common, rules),
-            more_keys=(*self._build_image_keys(common, images), *copy_keys),
-        )
+        layouts = self._lay_out_windows(common, rules, images) if self.window_size > 0 else []
+        keys = [CanvasKeys.build(each, common.block_table_tensor.numpy()) for each in layouts]
+        if (copies := self._lay_out_copies(uncut)) is not None:
+            keys.append(CanvasKeys.build(copies, uncut.block_table_tensor.numpy()))
+        return CpuCanvasMetadata(**vars(base), canvas_keys=tuple(keys))
 
-    def _build_copy_keys(self, common: CommonAttentionMetadata) -> tuple[CanvasKeys, ...]:
-        """Returns the keys of the second copies of all blocks that the step verifies; empty if
-        there are none. vLLM's kernel computes these rows, too, as if they were causal."""
+    def _lay_out_copies(self, common: CommonAttentionMetadata) -> CanvasLayout | None:
+        """Returns the layout of all second copies of blocks, or None if there are none."""
         if not isinstance(common.causal, torch.Tensor) or int(common.causal.min()) >= 0:
-            return ()
-        layout = CanvasLayout.build_for_copies(
+            return None
+        return CanvasLayout.build_for_copies(
             common.causal.numpy().astype(np.int64),
             common.query_start_loc[: common.num_reqs + 1].numpy().astype(np.int64),
             common.seq_lens[: common.num_reqs].numpy().astype(np.int64),
             self.block_size,
         )
-        if layout is None:
-            return ()
-        return (CanvasKeys.build(layout, common.block_table_tensor.numpy()),)
 
-    def _build_image_keys(
-        self, common: CommonAttentionMetadata, images: list[Image]
-    ) -> tuple[CanvasKeys, ...]:
-        """Returns the keys of each image that is longer than the window; empty for layers without a
-        window."""
-        if self.window_size <= 0:
-            return ()
-        table = common.block_table_tensor.numpy()
-        return tuple(
-            CanvasKeys.build(
-                CanvasLayout.build_for_image(image, self.block_size, self.window_size - 1), table
-            )
-            for image in images
-            if image.end - image.first_key > self.window_size
-        )
-
-    def _build_canvas_keys(
-        self, common: CommonAttentionMetadata, rules: WindowRules
-    ) -> CanvasKeys | None:
-        """Returns the keys of canvases under the reference rule. None if there are none, or the
-        layers have no window. Layers of the same window and block size share the layout, which is
-        stored in `rules.shared`."""
-        if self.window_size <= 0 or not isinstance(common.causal, torch.Tensor):
-            return None
+    def _lay_out_windows(
+        self, common: CommonAttentionMetadata, rules: WindowRules, images: list[Image]
+    ) -> list[CanvasLayout]:
+        """Returns the layout of the canvases under the reference rule, if any, and of each image
+        that is longer than the window. Layers of one window and block size share the first by
+        `rules.shared`."""
         key = (self.window_size, self.block_size)
         if key not in rules.shared:
-            rules.shared[key] = self._build_layout(common, rules.symmetric)
-        layout = rules.shared[key]
-        if layout is None:
-            return None
-        return CanvasKeys.build(layout, common.block_table_tensor.numpy())
+            rules.shared[key] = self._lay_out_canvases(common, rules.symmetric)
+        layouts = [
+            CanvasLayout.build_for_image(image, self.block_size, self.window_size - 1)
+            for image in images
+            if image.end - image.first_key > self.window_size
+        ]
+        of_canvases: CanvasLayout | None = rules.shared[key]
+        return layouts if of_canvases is None else [of_canvases, *layouts]
 
-    def _build_layout(
+    def _lay_out_canvases(
         self, common: CommonAttentionMetadata, symmetric: torch.Tensor | None
     ) -> CanvasLayout | None:
-        """Returns the layout of canvases under the reference rule, or None if there are none.
+        """Returns the layout of the canvases under the reference rule, or None if there are none.
         `symmetric` [num_reqs]: 1 = the request has the symmetric rule; None: no request has."""
+        if not isinstance(common.causal, torch.Tensor):
+            return None
         query_start_loc = common.query_start_loc[: common.num_reqs + 1].numpy()
         bidirectional = common.causal.numpy() == 0
         if symmetric is not None:
@@ -155,7 +127,7 @@ class CpuCanvasMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class CpuCanvasImpl(CPUAttentionBackendImpl):
+class CpuCanvasImpl(cpu_attn.CPUAttentionBackendImpl):
     """vLLM's CPU attention, except that canvases under the reference rule, images longer than the
     window and second copies of blocks are computed here."""
 
@@ -168,37 +140,28 @@ class CpuCanvasImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
         attn_metadata: CpuCanvasMetadata | None,
         output: torch.Tensor,  # [T, Hq, D]
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *scales: torch.Tensor | None,
+        **named_scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes the attention of all T rows to `output`, and returns `output`."""
-        canvas_keys = attn_metadata.canvas_keys if attn_metadata is not None else None
-        more_keys = attn_metadata.more_keys if attn_metadata is not None else ()
-        if canvas_keys is None or not canvas_keys.layout.only_canvases:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
+        canvas_keys = () if attn_metadata is None else attn_metadata.canvas_keys
+        if not any(keys.layout.only_canvases for keys in canvas_keys):
+            inputs = layer, query, key, value, kv_cache, attn_metadata, output
+            super().forward(*inputs, *scales, **named_scales)
+        for keys in canvas_keys:
+            canvases.attend_canvases(
+                query, kv_cache, keys, self.scale, output, self.logits_soft_cap
             )
-        computed_here = more_keys if canvas_keys is None else (canvas_keys, *more_keys)
-        for keys in computed_here:
-            attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
         return output
 
 
-class CpuCanvasBackend(CPUAttentionBackend):
+class CpuCanvasBackend(cpu_attn.CPUAttentionBackend):
     """vLLM's CPU backend with our metadata and attention, for the layers of a diffusion model."""
 
     @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+    def get_impl_cls() -> type[cpu_attn.CPUAttentionBackendImpl]:
         return CpuCanvasImpl
 
     @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+    def get_builder_cls() -> type[cpu_attn.CPUAttentionMetadataBuilder]:
         return CpuCanvasMetadataBuilder

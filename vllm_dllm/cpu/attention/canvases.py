@@ -40,8 +40,7 @@ class CanvasLayout:
         block_size: int,  # tokens of a cache block
         window_left: int,  # tokens of context a canvas sees
     ) -> "CanvasLayout":
-        """Returns the layout of the `selected` requests of a batch. `seq_lens`: the requests'
-        lengths with the rows of the step."""
+        """Returns the layout of `selected` requests. `seq_lens`: with the rows of the step."""
         starts = query_start_loc[selected]
         query_lens = query_start_loc[selected + 1] - starts
         query_len = int(query_lens.max())
@@ -67,10 +66,8 @@ class CanvasLayout:
         last_steps = (ends - 1) // block_size - first_blocks
         block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
         # From here on, positions count from the first block of each canvas.
-        first_seen, end_seen = (
-            first_keys - first_blocks * block_size,
-            ends - first_blocks * block_size,
-        )
+        first_seen = first_keys - first_blocks * block_size
+        end_seen = ends - first_blocks * block_size
         keys = slice(int(first_seen.min()), int(end_seen.max()))
         bias = None
         if first_seen.max() != keys.start or end_seen.min() != keys.stop:
@@ -124,8 +121,8 @@ class CanvasLayout:
         seq_lens: np.ndarray,  # [num_reqs]
         block_size: int,  # tokens of a cache block
     ) -> "CanvasLayout | None":
-        """Returns the layout of the second copies of all blocks that a step verifies. Returns None
-        if there are none."""
+        """Returns the layout of the second copies that a step verifies, or None if there are
+        none."""
         context_lens = seq_lens - np.diff(query_start_loc)
         length = np.maximum(-causal, 1)
         firsts = (context_lens // length + 1) * length  # positions where the copies begin
@@ -158,8 +155,7 @@ class CanvasLayout:
 
 
 def _to_bias(seen: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 bias that is added to scores, shaped like `seen`: 0 where a key is visible,
-    else minus infinity."""
+    """Returns the fp32 bias of scores, shaped like `seen`: 0 for a visible key, else -inf."""
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
@@ -189,8 +185,7 @@ def attend_canvases(
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
     softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
-    """Writes the attention of a layout's rows over the keys that they see to `output`. Other rows
-    of `output` stay as they are."""
+    """Writes the attention of a layout's rows to `output`, whose other rows stay as they are."""
     layout = canvas_keys.layout
     n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]

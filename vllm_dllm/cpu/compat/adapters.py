@@ -9,9 +9,8 @@ from vllm_dllm.compat.patching import patch, wrap
 
 
 def use_batched_adapters() -> None:
-    """Patches vLLM so that models that this worker loads compute adapters with `BatchedAdapters`.
-    They also refuse adapters of routed experts when they load them: vLLM has kernels for those on
-    GPUs alone. Repeatable."""
+    """Patches vLLM: models that this worker loads compute adapters with `BatchedAdapters`, and
+    refuse adapters of routed experts, for which vLLM has no kernels on CPUs. Repeatable."""
     path = f"{__name__}.{BatchedAdapters.__name__}"
     patch(
         "platforms.cpu:CpuPlatform.get_punica_wrapper", lambda stock: classmethod(lambda cls: path)
@@ -62,8 +61,7 @@ def add_adapter_products(
     weights: torch.Tensor,  # [adapters, N, K], or [adapters, 1, N, K]
     adapters: torch.Tensor,  # [rows] int64, each row's adapter; -1: none
 ) -> None:
-    """Adds x @ weights[adapter].T of each row to `out`, computed in the type of `out`. Rows without
-    an adapter stay as they are."""
+    """Adds x @ weights[adapter].T, in the type of `out`, to each row of `out` with an adapter."""
     for adapter in adapters.unique().tolist():
         if adapter >= 0:
             rows = (adapters == adapter).nonzero()[:, 0]

@@ -20,8 +20,7 @@ Gathered = TypeVar("Gathered", Tensor, list[Tensor])
 
 
 def use_uneven_communicator() -> None:
-    """Patches vLLM's CPU platform: process groups of this worker use `UnevenCpuCommunicator`.
-    Repeatable."""
+    """Patches vLLM: process groups of this worker use `UnevenCpuCommunicator`. Repeatable."""
     path = f"{__name__}.{UnevenCpuCommunicator.__name__}"
     patch(
         "platforms.cpu:CpuPlatform.get_device_communicator_cls",
@@ -34,8 +33,8 @@ class UnevenCpuCommunicator(CpuCommunicator):
     group must call a method together; each waits for the others."""
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Returns the `input_` of all ranks concatenated along `dim`. An empty one has the same
-        shape on all ranks, and nothing is exchanged."""
+        """Returns all ranks' `input_` concatenated along `dim`. Exchanges nothing for an empty
+        one."""
         if input_.numel():
             return super().all_gather(input_, dim)
         shape = list(input_.shape)
@@ -45,17 +44,9 @@ class UnevenCpuCommunicator(CpuCommunicator):
     def all_gatherv(
         self, input_: Gathered, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Gathered:
-        """Returns the rows of all ranks, one rank after another: a tensor or, for several, a list
-        of them.
-
-        Args:
-            input_: this rank's rows [sizes[rank], ...], or several such tensors.
-            dim: 0.
-            sizes: rows of each rank; None: all have as many as this one.
-
-        Raises:
-            ValueError: `dim` is not 0.
-        """
+        """Returns the rows of all ranks, one rank after another. `input_`: this rank's rows
+        [sizes[rank], ...], or a list of such tensors, which returns a list. `sizes`: rows of each
+        rank; None: all have as many as this one. Raises ValueError if `dim` is not 0."""
         if isinstance(input_, list):
             return [self.all_gatherv(tensor, dim, sizes) for tensor in input_]
         if dim:
@@ -72,17 +63,9 @@ class UnevenCpuCommunicator(CpuCommunicator):
     def reduce_scatterv(
         self, input_: Tensor, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Returns this rank's rows [sizes[rank], ...] of the sum of all ranks' `input_`, which
-        stays as it is.
-
-        Args:
-            input_: [sum of sizes, ...].
-            dim: 0.
-            sizes: rows that each rank gets; None: all get as many.
-
-        Raises:
-            ValueError: `dim` is not 0.
-        """
+        """Returns this rank's rows [sizes[rank], ...] of the sum of all ranks' `input_` [sum of
+        sizes, ...], which stays as it is. `sizes`: rows that each rank gets; None: all get as many.
+        Raises ValueError if `dim` is not 0."""
         if dim:
             raise ValueError(f"Rows are scattered along dimension 0, got dim={dim}.")
         sizes = sizes or [len(input_) // self.world_size] * self.world_size

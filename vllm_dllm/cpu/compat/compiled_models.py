@@ -29,9 +29,8 @@ def add_to_cache_key(vllm_config: VllmConfig, key_part: str) -> None:
 
 
 def set_compilation_callback(announce: Callable[[str, str], None]) -> None:
-    """Has `announce(model_class, folder)` called when a model is about to be compiled. vLLM will
-    look for the result in `folder` next time. Patches vLLM's loading of compiled models.
-    Repeatable."""
+    """Patches vLLM's loading of compiled models: calls `announce(model_class, folder)` before a
+    model is compiled. vLLM will look for the result in `folder` next time. Repeatable."""
 
     @wrap("compilation.decorators:_try_load_aot_compiled_fn")
     def try_load(stock: Any, model: Any, path: str) -> Any:

@@ -21,8 +21,6 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
     """
 
     def make(stock: Any) -> Any:
-        """Returns a subclass of vLLM's chooser of cores, `stock`, that asks `choose`."""
-
         class ChosenCores(stock):
             """vLLM's chooser of cores, except where the choice is ours."""
 
@@ -37,20 +35,18 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
                 super().__init__(config)
 
             def _by_worker(self, cpu_selector: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
-                """Returns the cores for each worker and the reserved cores as vLLM does. Where
-                there are fewer memory nodes than workers, divides a node's cores among its
-                workers."""
+                """Returns the cores of each worker and the reserved cores as vLLM does. Divides a
+                node's cores among its workers if there are fewer nodes."""
                 num_workers: int = self.local_world_size
                 num_nodes = len(cpu_resource_utils.get_visible_memory_node())
-                if self.simulate_multi_node or not 0 < num_nodes < num_workers:
-                    found: tuple[list[Any], list[Any]] = super()._get_autobind_cpu_ids(cpu_selector)
-                    return found
-                self.local_world_size = num_nodes
+                shares_nodes = 0 < num_nodes < num_workers and not self.simulate_multi_node
+                if shares_nodes:
+                    self.local_world_size = num_nodes
                 try:
-                    by_node, reserved = super()._get_autobind_cpu_ids(cpu_selector)
+                    cores, reserved = super()._get_autobind_cpu_ids(cpu_selector)
                 finally:
                     self.local_world_size = num_workers
-                return split_node_cores(by_node, num_workers), reserved
+                return split_node_cores(cores, num_workers) if shares_nodes else cores, reserved
 
             def _get_autobind_cpu_ids(
                 self, cpu_selector: Callable[..., Any]
@@ -72,15 +68,14 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
 
 
 def split_node_cores(by_node: list[list[Any]], num_workers: int) -> list[list[Any]]:
-    """Returns the cores of each of `num_workers` workers, where there are fewer memory nodes than
-    workers. With fewer cores than workers, some workers get the same core. `by_node`: each node's
-    cores."""
-    found = []
+    """Returns the cores of each of `num_workers` workers on fewer memory nodes. With fewer cores
+    than workers, some get the same core. `by_node`: each node's cores."""
+    by_worker = []
     for node, cores in enumerate(by_node):
         first, end = (n * num_workers // len(by_node) for n in (node, node + 1))
         size = max(1, len(cores) // (end - first))
-        found += [cores[i * size % len(cores) :][:size] for i in range(end - first)]
-    return found
+        by_worker += [cores[i * size % len(cores) :][:size] for i in range(end - first)]
+    return by_worker
 
 
 BUSY_WAIT_S = 0.02

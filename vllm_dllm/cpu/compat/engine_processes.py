@@ -37,8 +37,8 @@ def set_engine_context(context: Callable[[Any], Context | None]) -> None:
 
 
 def set_worker_context(context: Context) -> None:
-    """Patches vLLM to start the workers of this engine in the multiprocessing context that
-    `context` makes. Repeatable."""
+    """Patches vLLM to start this engine's workers in the context that `context` makes.
+    Repeatable."""
     patch("v1.executor.multiproc_executor:get_mp_context", lambda stock: context)
 
 
@@ -54,8 +54,7 @@ def worker_cores() -> list[int]:
 
 
 def engine_variables() -> dict[str, str]:
-    """Returns the variables of the environment that vLLM sets for a CPU engine when it starts
-    one."""
+    """Returns the variables of the environment that vLLM sets when it starts a CPU engine."""
     return {
         "LD_PRELOAD": _preloaded_libraries(os.environ.get("LD_PRELOAD", "")),
         "NUMEXPR_MAX_THREADS": str(len(os.sched_getaffinity(0))),

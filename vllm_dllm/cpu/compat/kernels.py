@@ -33,13 +33,12 @@ from vllm.platforms import PlatformEnum
 from vllm_dllm.compat.patching import insert_first, wrap
 
 __all__ = [
-    "Fp32Int8LinearKernel",
+    "FusedMoEConfig",
     "MPLinearKernel",
     "MPLinearLayerConfig",
+    "StockExperts",
     "StockFp8LinearKernel",
-    "prefer_linear_kernel",
 ]
-
 
 _LISTS = {
     "fp8": "_POSSIBLE_FP8_KERNELS",
@@ -70,8 +69,6 @@ class Fp32Int8LinearKernel(StockInt8LinearKernel):
         self.process_weights_for_onednn(layer)
 
 
-__all__ = ["FusedMoEConfig", "StockExperts", "prefer_expert_kernel", "with_local_experts"]
-
 _APPLY = inspect.signature(StockExperts.apply)
 
 
@@ -81,18 +78,15 @@ def with_local_experts(stock: Any) -> Any:
     those of other ranks weight 0. vLLM's CPU kernels ignore the expert map."""
 
     class LocalExperts(stock):
-        """The kernel `stock`, with an expert map that vLLM's own ignores."""
-
         def apply(self, *args: Any, **kwargs: Any) -> None:
-            """Runs the kernel with this rank's numbers of experts, and weight 0 for experts of
-            other ranks."""
+            """Runs vLLM's kernel with this rank's numbers of experts in place of `expert_map`."""
             call = _APPLY.bind(self, *args, **kwargs)
-            of_call = call.arguments
-            if (expert_map := of_call["expert_map"]) is not None:
-                own = expert_map[of_call["topk_ids"].long()]  # [T, k], -1 for those of other ranks
-                of_call["topk_weights"] = of_call["topk_weights"].masked_fill(own < 0, 0.0)
-                of_call["topk_ids"] = own.clamp(min=0).to(of_call["topk_ids"].dtype)
-                of_call["expert_map"] = None
+            named = call.arguments
+            if (expert_map := named["expert_map"]) is not None:
+                own = expert_map[named["topk_ids"].long()]  # [T, k], -1 for experts of other ranks
+                named["topk_weights"] = named["topk_weights"].masked_fill(own < 0, 0.0)
+                named["topk_ids"] = own.clamp(min=0).to(named["topk_ids"].dtype)
+                named["expert_map"] = None
             super().apply(*call.args[1:], **call.kwargs)
 
     return LocalExperts

@@ -41,8 +41,8 @@ def replace_rejection_sample(replacement: Callable[..., Any]) -> None:
 
 
 def allow_v2_worker_without_triton() -> None:
-    """Lets this process make a worker of runner v2 without Triton, which vLLM checks from 0.33 on.
-    Does nothing with older versions. Repeatable."""
+    """Lets this process make a worker of runner v2 without Triton, which vLLM 0.33 checks.
+    Repeatable."""
     if version.is_at_least("0.33"):
         patch("v1.worker.gpu_worker:HAS_TRITON", lambda stock: True)
 
@@ -56,8 +56,7 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
     """
 
     def make_choice(stock: property) -> property:
-        """Returns a replacement of vLLM's property `stock`: true for our models, unless the user
-        chose."""
+        """Returns vLLM's property `stock`, except that it is true for our models."""
 
         def use_v2_model_runner(self: VllmConfig) -> bool:
             is_diffusion = self.model_config is not None and self.model_config.is_diffusion
@@ -69,8 +68,7 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
         return property(use_v2_model_runner)
 
     def validate_v2_model_runner(self: VllmConfig) -> None:
-        """Prepares the configuration. Raises ValueError for what vLLM refuses, except for a lack of
-        Triton."""
+        """Prepares the configuration. Raises ValueError for other gaps than Triton."""
         if unsupported := self._get_v2_model_runner_unsupported_features():
             raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
         prepare(self)

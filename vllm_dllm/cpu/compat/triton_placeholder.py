@@ -21,11 +21,9 @@ def uses_triton_placeholder(module: ModuleType) -> bool:
 
 
 def set_triton_jit(jit: Callable[..., Any]) -> None:
-    """Makes `jit` the `@triton.jit` of modules that are loaded from now on. Also adds
-    `next_power_of_2`, which runner v2 calls and vLLM's placeholder lacks. Repeatable. Must not be
-    called where vLLM has Triton."""
-    is_stand_in = isinstance(triton_utils.triton, TritonPlaceholder)
-    assert is_stand_in, "vLLM has Triton: its kernels can be launched"
+    """Makes `jit` the `@triton.jit` of modules that are loaded later, and adds `next_power_of_2`,
+    which vLLM's placeholder lacks. Repeatable. Must not be called where vLLM has Triton."""
+    assert isinstance(triton_utils.triton, TritonPlaceholder), "vLLM has Triton, which can launch"
     patch("triton_utils:triton.jit", lambda stock: jit)
     patch(
         "triton_utils:triton.next_power_of_2",
@@ -34,8 +32,7 @@ def set_triton_jit(jit: Callable[..., Any]) -> None:
 
 
 def real_triton_module(placeholder: object) -> ModuleType | None:
-    """Imports and returns the module of Triton that `placeholder` stands for, or None if it is
-    something else."""
+    """Returns the module of Triton that `placeholder` stands for, None for other objects."""
     if placeholder is triton_utils.tl:
         import triton.language as tl
 

@@ -12,8 +12,7 @@ from vllm_dllm.cpu.kernels import block_table, dflash, input_batch, sampling
 
 
 def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
-    """Returns our functions by the full name of the Triton kernel that each replaces in
-    `vllm_version`."""
+    """Returns our functions by the full name of the kernel that each replaces in `vllm_version`."""
     by_module: dict[str, tuple[Callable[..., None], ...]] = {
         "block_table": (block_table.compute_slot_mappings, block_table.gather_block_tables),
         "buffer_utils": (block_table.apply_write,),
@@ -32,10 +31,7 @@ def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
         "spec_decode.dflash.speculator": (
             fit_dflash_inputs(dflash.prepare_dflash_inputs, vllm_version),
         ),
-        "spec_decode.rejection_sampler": (
-            sampling.flatten_sampled,
-            sampling.gather_draft_sampled,
-        ),
+        "spec_decode.rejection_sampler": (sampling.flatten_sampled, sampling.gather_draft_sampled),
         "structured_outputs": (sampling.apply_grammar_bitmask,),
     }
     return {

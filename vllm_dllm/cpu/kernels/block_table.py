@@ -11,11 +11,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-Grid = tuple[int, ...]
-
 
 def gather_block_tables(
-    grid: Grid,  # (num_groups, num_reqs_padded)
+    grid: tuple[int, ...],  # (num_groups, num_reqs_padded)
     batch_idx_to_req_idx: torch.Tensor,  # [num_reqs] int64
     src_block_table_ptrs: torch.Tensor,  # [num_groups] uint64
     dst_block_table_ptrs: torch.Tensor,  # [num_groups] uint64, tables written
@@ -37,17 +35,11 @@ def gather_block_tables(
     """
     num_rows, max_slots = grid[1], num_blocks.shape[1]
     slots = batch_idx_to_req_idx.tolist()
-    for group, (used, source, target, stride) in enumerate(
-        zip(
-            num_blocks.numpy(),
-            src_block_table_ptrs.tolist(),
-            dst_block_table_ptrs.tolist(),
-            block_table_strides.tolist(),
-            strict=True,
-        )
-    ):
-        table = int32_at(source, max_slots, stride)
-        rows = int32_at(target, num_rows, stride)
+    sources, targets = src_block_table_ptrs.tolist(), dst_block_table_ptrs.tolist()
+    for group, stride in enumerate(block_table_strides.tolist()):
+        used = num_blocks.numpy()[group]
+        table = int32_at(sources[group], max_slots, stride)
+        rows = int32_at(targets[group], num_rows, stride)
         for row, slot in enumerate(slots):
             rows[row, : used[slot]] = table[slot, : used[slot]]
         rows[num_reqs:] = 0
@@ -63,7 +55,7 @@ def gather_block_tables(
 
 
 def compute_slot_mappings(
-    grid: Grid,  # (num_groups, num_reqs + 1)
+    grid: tuple[int, ...],  # (num_groups, num_reqs + 1)
     max_num_tokens: int,
     idx_mapping: torch.Tensor,  # [num_reqs] int64, -1 = a dummy that owns no blocks
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
@@ -87,22 +79,17 @@ def compute_slot_mappings(
     slots, bounds = idx_mapping.tolist(), query_start_loc.tolist()
     num_tokens, num_slots = bounds[grid[1] - 1], max(slots) + 1
     positions = pos.numpy()[:num_tokens]
-    placed = {}  # by block size, which most groups share: block in the request, place in the block
-    for mapping, address, stride, block_size, enabled in zip(
-        slot_mappings.numpy(),
-        block_table_ptrs.tolist(),
-        block_table_strides.tolist(),
-        block_sizes.tolist(),
-        slot_mapping_enabled.tolist(),
-        strict=True,
-    ):
-        mapping[num_tokens if enabled else 0 : max_num_tokens] = PAD_ID
-        if not enabled:
+    places = {}  # by block size, which most groups share: block in the request, offset in the block
+    addresses, strides = block_table_ptrs.tolist(), block_table_strides.tolist()
+    sizes, enabled = block_sizes.tolist(), slot_mapping_enabled.tolist()
+    for group, mapping in enumerate(slot_mappings.numpy()):
+        mapping[num_tokens if enabled[group] else 0 : max_num_tokens] = PAD_ID
+        if not enabled[group]:
             continue
-        if block_size not in placed:
-            placed[block_size] = np.divmod(positions, block_size)
-        blocks, offsets = placed[block_size]
-        table = int32_at(address, num_slots, stride)
+        if (block_size := sizes[group]) not in places:
+            places[block_size] = np.divmod(positions, block_size)
+        blocks, offsets = places[block_size]
+        table = int32_at(addresses[group], num_slots, strides[group])
         for row, slot in enumerate(slots):
             begin, end = bounds[row], bounds[row + 1]
             if slot < 0:
@@ -114,7 +101,7 @@ def compute_slot_mappings(
 
 
 def apply_write(
-    grid: Grid,  # (num_writes, parts of the longest); the second since 0.33
+    grid: tuple[int, ...],  # (num_writes, parts of the longest); the second since 0.33
     output: torch.Tensor,  # the array written to; with groups: [num_groups] uint64 addresses
     output_stride: int | torch.Tensor,  # elements per row; with groups: [num_groups] int64
     write_indices: torch.Tensor,  # [num_writes] int32, row
@@ -135,24 +122,22 @@ def apply_write(
     if MULTI_GROUP:
         assert write_group_ids is not None and isinstance(output_stride, torch.Tensor)
         addresses, strides = output.tolist(), output_stride.tolist()
-        groups = write_group_ids.tolist()[:num_writes]
+        groups = write_group_ids.tolist()
     else:
-        flat, stride = output.view(-1).numpy(), output_stride
+        flat = output.view(-1).numpy()
     begin = 0
     for i, (row, start, end) in enumerate(zip(rows, starts, ends, strict=True)):
         if MULTI_GROUP:
-            stride = strides[groups[i]]
-            first = addresses[groups[i]] + 4 * (row * stride + start)
+            first = addresses[groups[i]] + 4 * (row * strides[groups[i]] + start)
             int32_at(first, end - begin)[:] = contents[begin:end]
         else:
-            flat[row * stride + start :][: end - begin] = contents[begin:end]
+            flat[row * output_stride + start :][: end - begin] = contents[begin:end]
         begin = end
 
 
 @lru_cache(maxsize=256)
 def int32_at(address: int, *shape: int) -> np.ndarray:
-    """Returns a view of the int32 array of this shape at `address`. Whoever reads or writes the
-    view must know that the array is alive. Keeping the view is harmless: it is only an address and
-    a length."""
+    """Returns a view of the int32 array of this shape at `address`. Who uses the view must know
+    that the array is alive; who keeps it does no harm."""
     numbers = (ctypes.c_int32 * math.prod(shape)).from_address(address)
     return np.frombuffer(memoryview(numbers).cast("B"), dtype=np.int32).reshape(shape)

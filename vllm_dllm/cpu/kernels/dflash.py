@@ -4,17 +4,14 @@ Names as in `input_batch.py`. A request's draft block is its anchor, the token s
 mask tokens after it. The context is what the target has just computed, without rejected tokens.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-Grid = tuple[int, ...]
-
 
 def prepare_dflash_inputs(
-    grid: Grid,  # (num_reqs, num_blocks)
+    grid: tuple[int, ...],  # (num_reqs, num_blocks)
     out_input_ids: torch.Tensor,  # [max_num_tokens] int32, written: the draft blocks
     out_query_positions: torch.Tensor,  # [max_num_tokens] int64, written
     out_is_padding: torch.Tensor | None,  # [max_num_tokens] bool, written; None: nobody asks
@@ -57,7 +54,14 @@ def prepare_dflash_inputs(
     of a request (`num_speculative_steps`)."""
     assert CP_SIZE == 1, "context parallelism needs a GPU"
     num_reqs, slots = grid[0], idx_mapping[: grid[0]]
-    cache = _Cache(block_table.numpy(), block_table_stride, block_size, PAD_SLOT_ID)
+    table = block_table.numpy()
+
+    def slots_of(row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Returns the slots, int64, of `positions` of requests; `PAD_SLOT_ID` without a block."""
+        blocks = table[row, np.minimum(positions // block_size, block_table_stride - 1)]
+        in_blocks = blocks.astype(np.int64) * block_size + positions % block_size
+        return np.where(blocks == 0, PAD_SLOT_ID, in_blocks)
+
     positions, mapping = out_context_positions.numpy(), out_context_slot_mapping.numpy()
     targets, rejected = target_positions.numpy(), num_rejected.tolist()
     firsts = np.empty(num_reqs, np.int64)  # the position after the last accepted one
@@ -65,14 +69,14 @@ def prepare_dflash_inputs(
     for row, (begin, end) in enumerate(pairwise(bounds)):
         kept = end - rejected[row]
         positions[begin:kept] = targets[begin:kept]
-        mapping[begin:kept] = cache.slots(row, targets[begin:kept])
+        mapping[begin:kept] = slots_of(row, targets[begin:kept])
         positions[kept:end], mapping[kept:end] = 0, PAD_SLOT_ID
         firsts[row] = targets[kept - 1] + 1
 
     blocks = firsts[:, None] + np.arange(num_query_per_req)  # [num_reqs, width], positions
     positions, mapping = out_query_positions.numpy(), out_query_slot_mapping.numpy()
     positions[: blocks.size] = np.minimum(blocks, max_model_len - 1).ravel()
-    mapping[: blocks.size] = cache.slots(np.arange(num_reqs)[:, None], blocks).ravel()
+    mapping[: blocks.size] = slots_of(np.arange(num_reqs)[:, None], blocks).ravel()
     mapping[blocks.size : max_num_tokens] = PAD_SLOT_ID
     if out_is_padding is not None:
         for out, rest in ((out_is_padding, 1), (out_input_ids, 0), (out_query_positions, 0)):
@@ -97,21 +101,3 @@ def prepare_dflash_inputs(
         out.numpy()[: values.size] = values.ravel()
         out[values.size : max_num_reqs * num_speculative_steps] = rest
     out_temperature[slots], out_seeds[slots] = temperature[slots], seeds[slots]
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """The drafter's KV cache: which block of it holds which positions of a request."""
-
-    blocks: np.ndarray  # [>= num_reqs, max_num_blocks] int32
-    max_num_blocks: int
-    block_size: int
-    pad_slot: int
-
-    def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns the slots, int64, that hold `positions` of the requests in `row` of the block
-        table. `pad_slot` where a request has no block."""
-        columns = np.minimum(positions // self.block_size, self.max_num_blocks - 1)
-        blocks = self.blocks[row, columns]
-        found = blocks.astype(np.int64) * self.block_size + positions % self.block_size
-        return np.where(blocks == 0, self.pad_slot, found)

@@ -6,14 +6,14 @@ state (`req_state_idx` in vLLM). Batches are small: a loop over requests with Py
 and one slice each is faster than building flat indices.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
-Grid = tuple[int, ...]
-
 
 def prepare_prefill_inputs(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     input_ids: torch.Tensor,  # [num_tokens] int32, written where a request is prefilling
     next_prefill_tokens: torch.Tensor,  # [num_lookahead, max_num_reqs] int32, written likewise
     next_prefill_tokens_stride: int,
@@ -43,7 +43,7 @@ def prepare_prefill_inputs(
 
 
 def prepare_pos_seq_lens(
-    grid: Grid,  # (num_reqs + 1,)
+    grid: tuple[int, ...],  # (num_reqs + 1,)
     pos: torch.Tensor,  # [max_num_tokens] int64, written for the scheduled tokens
     seq_lens: torch.Tensor,  # [max_num_reqs] int32, written; 0 beyond the batch
     idx_mapping: torch.Tensor,  # [num_reqs] int64
@@ -64,7 +64,7 @@ def prepare_pos_seq_lens(
 
 
 def combine_sampled_and_draft_tokens(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     input_ids: torch.Tensor,  # [num_tokens] int32, written for requests past their prefill
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64
@@ -104,7 +104,7 @@ def combine_sampled_and_draft_tokens(
 
 
 def get_num_sampled_and_rejected(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     num_sampled: torch.Tensor,  # [num_reqs] int32, set to 0 for a prefill that goes on
     num_rejected: torch.Tensor,  # [num_reqs] int32, written
     seq_lens: torch.Tensor,  # [>= num_reqs] int32
@@ -112,8 +112,8 @@ def get_num_sampled_and_rejected(
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
 ) -> None:
-    """Writes how many rows of logits were rejected: all but the sampled ones. Sets both counts to 0
-    for unfinished prefills."""
+    """Writes how many rows of logits were not sampled. Both counts are 0 for unfinished
+    prefills."""
     num_reqs = grid[0]
     prefills_on = seq_lens.numpy()[:num_reqs] < prefill_len.numpy()[idx_mapping.numpy()]
     sampled = num_sampled.numpy()[:num_reqs]
@@ -123,7 +123,7 @@ def get_num_sampled_and_rejected(
 
 
 def post_update(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64, negative = leave this request alone
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64, written
@@ -144,10 +144,8 @@ def post_update(
 ) -> None:
     """Records the outcome of a step in the requests' state, in place: new tokens, computed KV
     positions and, where they come from another rank, drafts."""
-    computed, totals = num_computed_tokens.numpy(), total_len.numpy()
-    tokens, last, sampled = (
-        t.numpy() for t in (all_token_ids, last_sampled_tokens, sampled_tokens)
-    )
+    computed, totals, tokens = num_computed_tokens.numpy(), total_len.numpy(), all_token_ids.numpy()
+    last, sampled = last_sampled_tokens.numpy(), sampled_tokens.numpy()
     counts, rejected = num_sampled.tolist(), num_rejected.tolist()
     bounds = None if query_start_loc is None else query_start_loc.tolist()
     for row, slot in enumerate(idx_mapping.tolist()):
@@ -168,7 +166,7 @@ def post_update(
 
 
 def post_update_num_computed_tokens(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced by the query lengths
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
@@ -180,7 +178,7 @@ def post_update_num_computed_tokens(
 
 
 def expand_idx_mapping(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     expanded_idx_mapping: torch.Tensor,  # [num_logits] int64, written: the slot of each logit row
     expanded_local_pos: torch.Tensor,  # [num_logits] int32, written: its index in its request
@@ -188,11 +186,8 @@ def expand_idx_mapping(
     **block_sizes: int,
 ) -> None:
     """Writes the slot of each row of logits, and the row's index in its request."""
-    num_reqs = grid[0]
-    bounds = cu_num_logits.numpy()[: num_reqs + 1]
+    bounds = cu_num_logits.tolist()[: grid[0] + 1]
     slots, local = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
-    for begin, end, slot in zip(
-        bounds[:-1].tolist(), bounds[1:].tolist(), idx_mapping.tolist(), strict=True
-    ):
+    for (begin, end), slot in zip(pairwise(bounds), idx_mapping.tolist(), strict=True):
         slots[begin:end] = slot
         local[begin:end] = np.arange(end - begin)

@@ -8,13 +8,11 @@ import torch
 from vllm_dllm.cpu.compat.runner import draft_seeds
 from vllm_dllm.cpu.random_numbers import gumbel_noise
 
-Grid = tuple[int, ...]
-
 _DRAFT_POSITION = 1 << 30  # added to a draft's position: its verification draws other noise
 
 
 def temperature(
-    grid: Grid,  # (num_rows, num_blocks)
+    grid: tuple[int, ...],  # (num_rows, num_blocks)
     logits: torch.Tensor,  # [num_rows, V] fp32, divided in place
     logits_stride: int,
     expanded_idx_mapping: torch.Tensor,  # [num_rows] int64, row -> slot
@@ -30,7 +28,7 @@ def temperature(
 
 
 def gumbel_sample(
-    grid: Grid,  # (num_rows, num_blocks)
+    grid: tuple[int, ...],  # (num_rows, num_blocks)
     local_argmax: torch.Tensor,  # [num_rows, num_blocks] int64, written
     local_argmax_stride: int,
     local_max: torch.Tensor,  # [num_rows, num_blocks] fp32 or fp64, written
@@ -89,7 +87,7 @@ def gumbel_sample(
 
 
 def gather_draft_sampled(
-    grid: Grid,  # (num_blocks,)
+    grid: tuple[int, ...],  # (num_blocks,)
     draft_sampled: torch.Tensor,  # [num_logits] int32, written: each row's input token, or -1
     pos: torch.Tensor,  # [num_logits] int64, written: its position
     input_ids: torch.Tensor,  # [num_tokens] int32
@@ -110,7 +108,7 @@ def gather_draft_sampled(
 
 
 def flatten_sampled(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     flat_sampled: torch.Tensor,  # [num_logits] int64, written for the rows that were kept
     sampled: torch.Tensor,  # [num_reqs, num_columns] int64
     sampled_stride: int,
@@ -119,14 +117,13 @@ def flatten_sampled(
     **launch_options: int,
 ) -> None:
     """Copies each request's sampled tokens to its first rows of `flat_sampled`."""
-    for row, (start, count) in enumerate(
-        zip(cu_num_logits.tolist()[:-1], num_sampled.tolist(), strict=True)
-    ):
-        flat_sampled[start : start + count] = sampled[row, :count]
+    starts = cu_num_logits.tolist()
+    for row, count in enumerate(num_sampled.tolist()):
+        flat_sampled[starts[row] : starts[row] + count] = sampled[row, :count]
 
 
 def topk_log_softmax(
-    grid: Grid,  # (num_rows,)
+    grid: tuple[int, ...],  # (num_rows,)
     output: torch.Tensor,  # [num_rows, topk] fp32, written
     logits: torch.Tensor,  # [num_rows, V]
     logits_stride: int,
@@ -142,7 +139,7 @@ def topk_log_softmax(
 
 
 def ranks(
-    grid: Grid,  # (num_rows,)
+    grid: tuple[int, ...],  # (num_rows,)
     output: torch.Tensor,  # [num_rows] int64, written
     logits: torch.Tensor,  # [num_rows, V]
     logits_stride: int,
@@ -156,7 +153,7 @@ def ranks(
 
 
 def prompt_logprobs_token_ids(
-    grid: Grid,  # (num_reqs,)
+    grid: tuple[int, ...],  # (num_reqs,)
     prompt_logprobs_token_ids: torch.Tensor,  # [num_tokens] int64, written
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
     idx_mapping: torch.Tensor,  # [num_reqs] int64, batch row -> slot
@@ -180,7 +177,7 @@ def prompt_logprobs_token_ids(
 
 
 def apply_grammar_bitmask(
-    grid: Grid,  # (num_masks, ...)
+    grid: tuple[int, ...],  # (num_masks, ...)
     logits: torch.Tensor,  # [num_logits, V], -inf is written where a token is forbidden
     logits_stride: int,
     logits_indices: torch.Tensor,  # [num_masks] int32: request * MASK_STRIDE + row in the request

@@ -1,5 +1,4 @@
-"""Quantised experts on a CPU, unpacked one at a time for the rows they get. Each format is one
-PyTorch operation, see `cpu.experts`."""
+"""Quantised experts on a CPU, unpacked one at a time for the rows they get."""
 
 from collections.abc import Callable
 
@@ -8,141 +7,102 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.cpu.compat.ops import multiply_int8, quantize_to_int8
 from vllm_dllm.cpu.experts import Projection, mix_experts
-from vllm_dllm.cpu.quantization.formats import (
-    Scaled,
-    decode_fp8,
-    decode_int4,
-    decode_nvfp4,
-    multiply,
-    quantize_fp8,
-    quantize_nvfp4,
-)
+from vllm_dllm.cpu.quantization import formats
+from vllm_dllm.cpu.quantization.formats import Scaled
+
+# Each of the following functions returns the Projection of one matrix [N, K] of each of E experts.
+# `dtype` is the model's.
 
 
-def _make_projection(
-    quantize: Callable[[torch.Tensor], Scaled],
-    weight: Callable[[int], Scaled],
-    dtype: torch.dtype,  # of the model
+def fp8_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K] float8_e4m3fn
+    scales: torch.Tensor,  # [E, N, 1] fp32
 ) -> Projection:
-    """Returns a Projection that quantises its inputs by `quantize` and decodes the weights of one
-    expert at a time by `weight(expert)`."""
+    """Inputs are quantised row by row."""
+
+    def decode(expert: int) -> Scaled:
+        return formats.decode_fp8(weights[expert], scales[expert])
+
+    return _multiply_scaled(dtype, formats.quantize_fp8, decode)
+
+
+def nvfp4_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K / 2] uint8
+    block_scales: torch.Tensor,  # [E, N, K / 16] float8_e4m3fn
+    scales: torch.Tensor,  # [E] fp32, multiplies
+    input_scale: torch.Tensor,  # [] fp32, divides
+) -> Projection:
+    """Inputs are quantised by `input_scale`, their global scale."""
+
+    def decode(expert: int) -> Scaled:
+        return formats.decode_nvfp4(weights[expert], block_scales[expert], scales[expert])
+
+    return _multiply_scaled(dtype, lambda x: formats.quantize_nvfp4(x, input_scale), decode)
+
+
+def _multiply_scaled(
+    dtype: torch.dtype,
+    quantize: Callable[[torch.Tensor], Scaled],
+    decode: Callable[[int], Scaled],  # expert -> its weights
+) -> Projection:
     return Projection(
         lambda x: quantize(x).to_model_dtype(dtype),
-        lambda rows, expert: multiply(rows, weight(expert).to_model_dtype(dtype)),
+        lambda rows, expert: formats.multiply(rows, decode(expert).to_model_dtype(dtype)),
     )
 
 
-def fp8_experts(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str,
-    w13: torch.Tensor,  # [E, 2 I, H] float8_e4m3fn
-    w13_scale: torch.Tensor,  # [E, 2 I, 1] fp32
-    w2: torch.Tensor,  # [E, H, I] float8_e4m3fn
-    w2_scale: torch.Tensor,  # [E, H, 1] fp32
-) -> torch.Tensor:
-    """Returns `mix_experts` of experts in FP8, [T, H]. The first four arguments are those of
-    `mix_experts`. Weights are decoded one expert at a time, inputs quantised row by row."""
-    return mix_experts(
-        x,
-        topk_weights,
-        topk_ids,
-        activation,
-        _make_projection(quantize_fp8, lambda e: decode_fp8(w13[e], w13_scale[e]), x.dtype),
-        _make_projection(quantize_fp8, lambda e: decode_fp8(w2[e], w2_scale[e]), x.dtype),
+def int8_projection(
+    dtype: torch.dtype,
+    handles: torch.Tensor,  # [E] int64, see `ops.Int8Weights`
+    weights: torch.Tensor,  # [E, N, 0]; oneDNN has the numbers
+) -> Projection:
+    """Inputs are quantised row by row."""
+
+    def multiply(rows: Scaled, expert: int) -> torch.Tensor:
+        out = torch.empty(len(rows.values), weights.shape[1], dtype=dtype)
+        return multiply_int8(rows.values, rows.scale, handles[expert], out)
+
+    return Projection(lambda x: Scaled(*quantize_to_int8(x)), multiply)
+
+
+def int4_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K / 8] int32
+    scales: torch.Tensor,  # [E, N, K / group], of the model's type
+) -> Projection:
+    """Inputs are not quantised."""
+    return Projection(
+        lambda x: x,
+        lambda rows, expert: rows @ formats.decode_int4(weights[expert], scales[expert]).t(),
     )
 
 
-def nvfp4_experts(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
+PROJECTIONS: dict[str, Callable[..., Projection]] = {
+    "fp8": fp8_projection,
+    "nvfp4": nvfp4_projection,
+    "int8": int8_projection,
+    "int4": int4_projection,
+}
+
+
+def quantized_experts(
+    x: torch.Tensor,  # [T, H]
+    topk_weights: torch.Tensor,  # [T, k]
+    topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
     activation: str,
-    w13: torch.Tensor,  # [E, 2 I, H / 2] uint8
-    w13_block_scale: torch.Tensor,  # [E, 2 I, H / 16] float8_e4m3fn
-    w13_scale: torch.Tensor,  # [E] fp32, multiplies
-    w2: torch.Tensor,  # [E, H, I / 2] uint8
-    w2_block_scale: torch.Tensor,  # [E, H, I / 16] float8_e4m3fn
-    w2_scale: torch.Tensor,  # [E] fp32, multiplies
-    x_global_scale: torch.Tensor,  # [] fp32, divides
-    hidden_global_scale: torch.Tensor,  # [] fp32, divides
+    number_format: str,
+    w13: list[torch.Tensor],
+    w2: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns `mix_experts` of experts in NVFP4, [T, H]. The first four arguments are those of
-    `mix_experts`. Weights are decoded one expert at a time, inputs quantised by the given global
-    scales."""
-    return mix_experts(
-        x,
-        topk_weights,
-        topk_ids,
-        activation,
-        _make_projection(
-            lambda rows: quantize_nvfp4(rows, x_global_scale),
-            lambda e: decode_nvfp4(w13[e], w13_block_scale[e], w13_scale[e]),
-            x.dtype,
-        ),
-        _make_projection(
-            lambda rows: quantize_nvfp4(rows, hidden_global_scale),
-            lambda e: decode_nvfp4(w2[e], w2_block_scale[e], w2_scale[e]),
-            x.dtype,
-        ),
-    )
-
-
-def int8_experts(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str,
-    w13: torch.Tensor,  # [E] int64, handles of [2 I, H]
-    w2: torch.Tensor,  # [E] int64, handles of [H, I]
-    num_inner: int,  # I
-) -> torch.Tensor:
-    """Returns `mix_experts` of experts in int8, [T, H], by oneDNN's products. The first four
-    arguments are those of `mix_experts`. Inputs are quantised row by row."""
-
-    def projection(handles: torch.Tensor, num_out: int) -> Projection:
-        def product(rows: Scaled, expert: int) -> torch.Tensor:
-            out = x.new_empty(len(rows.values), num_out)
-            return multiply_int8(rows.values, rows.scale, handles[expert], out)
-
-        return Projection(lambda rows: Scaled(*quantize_to_int8(rows)), product)
-
-    gate_up, down = projection(w13, 2 * num_inner), projection(w2, x.shape[1])
+    """Returns `mix_experts` of quantised experts, [T, H]. `number_format`: a key of `PROJECTIONS`.
+    `w13` and `w2`: the tensors that its function takes, of matrices [2 I, H] and [H, I]."""
+    make = PROJECTIONS[number_format]
+    gate_up, down = make(x.dtype, *w13), make(x.dtype, *w2)
     return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
 
 
-def int4_experts(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str,
-    w13: torch.Tensor,  # [E, 2 I, H / 8] int32
-    w13_scale: torch.Tensor,  # [E, 2 I, H / group]
-    w2: torch.Tensor,  # [E, H, I / 8] int32
-    w2_scale: torch.Tensor,  # [E, H, I / group]
-) -> torch.Tensor:
-    """Returns `mix_experts` of experts with 4-bit weights, [T, H]. The first four arguments are
-    those of `mix_experts`. Weights are decoded one expert at a time, inputs are not quantised."""
-
-    def projection(packed: torch.Tensor, scale: torch.Tensor) -> Projection:
-        return Projection(
-            lambda rows: rows, lambda rows, e: rows @ decode_int4(packed[e], scale[e]).t()
-        )
-
-    gate_up, down = projection(w13, w13_scale), projection(w2, w2_scale)
-    return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
-
-
-def _like_expert_output(x: torch.Tensor, *args: object) -> torch.Tensor:
-    """Returns an uninitialised output [T, H], from which the compiler learns its shape and type."""
-    return torch.empty_like(x)
-
-
-for name, run in (
-    ("fp8", fp8_experts),
-    ("nvfp4", nvfp4_experts),
-    ("int8", int8_experts),
-    ("int4", int4_experts),
-):
-    direct_register_custom_op(f"vllm_dllm_{name}_experts", run, fake_impl=_like_expert_output)
+direct_register_custom_op(
+    "vllm_dllm_quantized_experts", quantized_experts, fake_impl=lambda x, *args: torch.empty_like(x)
+)

@@ -31,9 +31,9 @@ class Scaled(NamedTuple):
         return Scaled(self.values[rows], self.scale[rows] if self.scale.dim() else self.scale)
 
     def to_model_dtype(self, dtype: torch.dtype) -> "Scaled":
-        """Returns the matrix in the type that `multiply` is fastest with in a model of `dtype`:
-        bf16 in a bf16 model, else unchanged. Sums are fp32 either way, and a bf16 model rounds the
-        result to bf16 anyway."""
+        """Returns the matrix in the type that `multiply` is fastest with: bf16 if `dtype`, the
+        model's, is bf16, else unchanged. Sums are fp32 either way, and a bf16 model rounds the
+        result anyway."""
         is_bf16 = dtype == torch.bfloat16
         return self._replace(values=self.values.to(dtype)) if is_bf16 else self
 
@@ -53,8 +53,8 @@ _SIGN_EXPONENT_MANTISSA = -0x8000 | 0x3F80  # as int16: bit 15, and bits 13 to 7
 
 
 def quantize_fp8(x: torch.Tensor) -> Scaled:
-    """Returns x [n, K], rounded to e4m3 with a scale for each row that makes its largest magnitude
-    e4m3's largest."""
+    """Returns x [n, K], rounded to e4m3 with a scale a row that makes the largest magnitude
+    e4m3's."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_(min=FP8_MIN_SCALE)
     return Scaled(fp8_to_fp32((x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)), scale)
@@ -114,9 +114,8 @@ def quantize_nvfp4(
     x: torch.Tensor,  # [n, K]
     global_scale: torch.Tensor,  # [] fp32, 448 * 6 / the largest magnitude expected; divides
 ) -> Scaled:
-    """Returns x [n, K], rounded to NVFP4. Each 16 values of a row get an e4m3 scale that makes
-    their largest magnitude about e2m1's largest. Values are rounded to the nearest, ties to the
-    even code."""
+    """Returns x [n, K], rounded to NVFP4, ties to the even code. Each 16 values of a row get an
+    e4m3 scale that makes their largest magnitude about e2m1's largest."""
     x = x.float()
     amax = F.max_pool1d(x.abs(), GROUP_SIZE)[..., None]  # faster than a reduction of 16
     blocks = x.unflatten(-1, (-1, GROUP_SIZE))
@@ -143,8 +142,6 @@ def decode_int4(
     scale: torch.Tensor,  # [N, K / group], of the model's type
 ) -> torch.Tensor:
     """Returns the weight [N, K] in the scale's type. Each value is rounded once, after scaling."""
-    pairs = _INT4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int()).view(
-        torch.float32
-    )
-    groups = pairs.view(*scale.shape, -1).mul_(scale.float()[..., None])
+    pairs = _INT4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int())
+    groups = pairs.view(torch.float32).view(*scale.shape, -1).mul_(scale.float()[..., None])
     return groups.flatten(-2).to(scale.dtype)

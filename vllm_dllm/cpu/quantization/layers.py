@@ -1,7 +1,6 @@
-"""Methods that run layers of compressed-tensors checkpoints on a CPU: vLLM's methods for experts,
-with their parameters, but computed here."""
+"""Methods that run experts of compressed-tensors checkpoints on a CPU: vLLM's methods, which make
+and load the parameters, but computed by our operation."""
 
-from abc import abstractmethod
 from fractions import Fraction
 from typing import Any
 
@@ -22,22 +21,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     CompressedTensorsMoEMethod,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
-    CompressedTensorsW4A4Nvfp4MoEMethod,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
-    CompressedTensorsW8A8Fp8MoEMethod,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
-    CompressedTensorsW8A8Int8MoEMethod,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
-    CompressedTensorsWNA16MoEMethod,
+    compressed_tensors_moe_w4a4_nvfp4,
+    compressed_tensors_moe_w8a8_fp8,
+    compressed_tensors_moe_w8a8_int8,
+    compressed_tensors_moe_wna16,
 )
 
 from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support
-from vllm_dllm.cpu.quantization import experts as experts  # registers the operations
+from vllm_dllm.cpu.quantization import experts as experts  # registers the operation
 from vllm_dllm.cpu.quantization import linear as linear  # registers the kernels for linears
 from vllm_dllm.quantization.config import LINEAR
 from vllm_dllm.quantization.schemes import GROUP_SIZE, Scheme, recognize_scheme
@@ -68,12 +59,12 @@ def choose_layer_method(
     log_emulation(kind, has_experts=True)
     match kind:
         case Scheme.NVFP4:
-            return CompressedTensorsNvfp4MoEMethodOnCpu(layer.moe_config)
+            return Nvfp4ExpertsOnCpu(layer.moe_config)
         case Scheme.INT8:
-            return CompressedTensorsInt8MoEMethodOnCpu(weights, inputs, layer.moe_config)
+            return Int8ExpertsOnCpu(weights, inputs, layer.moe_config)
         case Scheme.W4A16:
-            return CompressedTensorsInt4MoEMethodOnCpu(weights, layer.moe_config)
-    return CompressedTensorsFp8MoEMethodOnCpu(weights, inputs, layer.moe_config)
+            return Int4ExpertsOnCpu(weights, layer.moe_config)
+    return Fp8ExpertsOnCpu(weights, inputs, layer.moe_config)
 
 
 def log_emulation(kind: Scheme, has_experts: bool) -> None:
@@ -89,16 +80,20 @@ def log_emulation(kind: Scheme, has_experts: bool) -> None:
 
 
 def _check_inputs(scheme: dict[str, Any] | None) -> None:
-    """Raises ValueError if a scheme has int8 inputs and this CPU cannot multiply them. `scheme`:
-    vLLM's dictionary; None: not quantised."""
+    """Raises ValueError for int8 inputs that this CPU cannot multiply. None: not quantised."""
     inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
     if inputs is not None and inputs.type == QuantizationType.INT:
         check_int8_support()
 
 
 class _ExpertsOnCpu(CompressedTensorsMoEMethod):
-    """Experts that compute by themselves: there is no vLLM kernel to choose or to prepare weights
-    for."""
+    """Experts that compute by our operation, without a vLLM kernel. Subclasses do not call the
+    `__init__` of vLLM's class where it looks for a kernel, finds none and fails."""
+
+    number_format: str
+    """Key of `experts.PROJECTIONS`."""
+    tensors: tuple[str, ...]
+    """What the function in `PROJECTIONS` takes: tensors of the layer, without "w13_" or "w2_"."""
 
     @property
     def is_monolithic(self) -> bool:
@@ -111,58 +106,58 @@ class _ExpertsOnCpu(CompressedTensorsMoEMethod):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         return None
 
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: SharedExperts | None,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Returns the experts' output for `x` [T, H], of the same shape. Shared experts are
-        computed elsewhere."""
-        # Indices of this rank's experts; -1 for experts of other ranks.
-        own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
-        return self.run(layer, x, topk_weights, own_ids, layer.activation.value)
-
-    @abstractmethod
-    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        """Returns the experts' output [T, H] by the format's PyTorch operation. `inputs`: the first
-        four arguments of `mix_experts`: rows, weights and ids of their experts, activation."""
-
-
-class CompressedTensorsFp8MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW8A8Fp8MoEMethod):
-    """FP8 experts: one scale per channel for weights, one per row for activations."""
-
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Does nothing: the weights are used as they are stored."""
 
-    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        """Returns the output [T, H] of `experts.fp8_experts`."""
-        return torch.ops.vllm.vllm_dllm_fp8_experts(
-            *inputs,
-            layer.w13_weight,
-            layer.w13_weight_scale,
-            layer.w2_weight,
-            layer.w2_weight_scale,
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,  # [T, H]
+        topk_weights: torch.Tensor,  # [T, k]
+        topk_ids: torch.Tensor,  # [T, k]
+        shared_experts: SharedExperts | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the experts' output, [T, H]. Shared experts are computed elsewhere."""
+        # Indices of this rank's experts; -1 for experts of other ranks.
+        own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+        return torch.ops.vllm.vllm_dllm_quantized_experts(
+            x,
+            topk_weights,
+            own_ids,
+            layer.activation.value,
+            self.number_format,
+            [getattr(layer, f"w13_{name}") for name in self.tensors],
+            [getattr(layer, f"w2_{name}") for name in self.tensors],
         )
 
 
-class CompressedTensorsNvfp4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW4A4Nvfp4MoEMethod):
+class Fp8ExpertsOnCpu(
+    _ExpertsOnCpu, compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod
+):
+    """FP8 experts: one scale per channel for weights, one per row for activations."""
+
+    number_format = "fp8"
+    tensors = ("weight", "weight_scale")
+
+
+class Nvfp4ExpertsOnCpu(
+    _ExpertsOnCpu, compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod
+):
     """NVFP4 experts. All experts of a layer share the global scales of their inputs, as on GPUs:
     the largest activation of any expert fits."""
 
+    number_format = "nvfp4"
+    tensors = ("weight_packed", "weight_scale", "weight_scale_2", "input_scale")
+
     def __init__(self, moe: FusedMoEConfig) -> None:
-        # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
         CompressedTensorsMoEMethod.__init__(self, moe)
         self.group_size = GROUP_SIZE
         self.use_a16 = self.use_global_sf = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Adds the global scales that are used from here on to `layer`: of weights, inverted, since
-        in the checkpoint they divide; of inputs, one for all experts. Leaves weights as they are
-        stored."""
+        the checkpoint's divide; of inputs, one for all experts."""
         for name, scale in (
             ("w13_weight_scale_2", 1 / layer.w13_weight_global_scale[:, 0]),
             ("w2_weight_scale_2", 1 / layer.w2_weight_global_scale),
@@ -171,70 +166,42 @@ class CompressedTensorsNvfp4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW4A4N
         ):
             layer.register_parameter(name, Parameter(scale, requires_grad=False))
 
-    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        """Returns the output [T, H] of `experts.nvfp4_experts`."""
-        return torch.ops.vllm.vllm_dllm_nvfp4_experts(
-            *inputs,
-            layer.w13_weight_packed,
-            layer.w13_weight_scale,
-            layer.w13_weight_scale_2,
-            layer.w2_weight_packed,
-            layer.w2_weight_scale,
-            layer.w2_weight_scale_2,
-            layer.w13_input_scale,
-            layer.w2_input_scale,
-        )
 
+class Int8ExpertsOnCpu(
+    _ExpertsOnCpu, compressed_tensors_moe_w8a8_int8.CompressedTensorsW8A8Int8MoEMethod
+):
+    """int8 experts, multiplied by oneDNN: a scale per channel of weights, and per row."""
 
-class CompressedTensorsInt8MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsW8A8Int8MoEMethod):
-    """int8 experts, multiplied by oneDNN: one scale per channel for weights, one per row for
-    activations."""
+    number_format = "int8"
+    tensors = ("handles", "weight")
 
     def __init__(
         self, weights: QuantizationArgs, inputs: QuantizationArgs, moe: FusedMoEConfig
     ) -> None:
-        # Not vLLM's own __init__, which looks for a kernel, finds none on CPUs and fails.
         CompressedTensorsMoEMethod.__init__(self, moe)
         self.weight_quant, self.input_quant = weights, inputs
         self.static_input_scales = False
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Has oneDNN copy the weights of `layer`, adds the handles of the copies to it, and frees
-        the weights that were loaded."""
-        dtype, w13, w2 = self.moe.in_dtype, layer.w13_weight, layer.w2_weight
-        layer.num_inner = w2.shape[2]
+        the weights that were loaded: their last dimension becomes 0."""
         layer.int8_weights = []  # keeps the handles valid
-        for name, weight in (("w13", w13), ("w2", w2)):
-            scale = getattr(layer, f"{name}_weight_scale")
-            layer.int8_weights.append(packed := Int8Weights(weight, scale, dtype))
+        for name in ("w13", "w2"):
+            weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+            layer.int8_weights.append(packed := Int8Weights(weight, scale, self.moe.in_dtype))
             layer.register_buffer(f"{name}_handles", packed.handles, persistent=False)
-            weight.data = weight.new_empty(0)
-
-    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        return torch.ops.vllm.vllm_dllm_int8_experts(
-            *inputs, layer.w13_handles, layer.w2_handles, layer.num_inner
-        )
+            weight.data = weight.new_empty(*weight.shape[:2], 0)
 
 
-class CompressedTensorsInt4MoEMethodOnCpu(_ExpertsOnCpu, CompressedTensorsWNA16MoEMethod):
+class Int4ExpertsOnCpu(_ExpertsOnCpu, compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod):
     """Experts with 4-bit weights and a scale per group; activations are not quantised."""
 
+    number_format = "int4"
+    tensors = ("weight_packed", "weight_scale")
+
     def __init__(self, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
-        # Not vLLM's own __init__, which looks for a kernel and finds none on most CPUs.
         CompressedTensorsMoEMethod.__init__(self, moe)
         self.weight_quant, self.input_quant = weights, None
         self.symmetric, self.num_bits = True, weights.num_bits
         self.packed_factor = Fraction(32, weights.num_bits)
         self.strategy, self.group_size = weights.strategy, weights.group_size
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Does nothing: the weights are used as they are stored."""
-
-    def run(self, layer: RoutedExperts, *inputs: Any) -> torch.Tensor:
-        return torch.ops.vllm.vllm_dllm_int4_experts(
-            *inputs,
-            layer.w13_weight_packed,
-            layer.w13_weight_scale,
-            layer.w2_weight_packed,
-            layer.w2_weight_scale,
-        )

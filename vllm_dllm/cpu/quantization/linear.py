@@ -25,13 +25,7 @@ from vllm_dllm.cpu.compat.kernels import (
     StockFp8LinearKernel,
     prefer_linear_kernel,
 )
-from vllm_dllm.cpu.quantization.formats import (
-    decode_fp8,
-    decode_int4,
-    decode_nvfp4,
-    multiply,
-    quantize_nvfp4,
-)
+from vllm_dllm.cpu.quantization import formats
 
 
 def fp8_product(
@@ -41,10 +35,10 @@ def fp8_product(
     b_scale: torch.Tensor,  # [N, 1] fp32
     dtype: torch.dtype,  # of the model
 ) -> torch.Tensor:
-    """Returns a @ b with its scales, [M, N] fp32. In a bf16 model sums are rounded to bf16 before
-    scaling."""
-    rows, weight = decode_fp8(a, a_scale), decode_fp8(b.t(), b_scale)
-    return multiply(rows.to_model_dtype(dtype), weight.to_model_dtype(dtype))
+    """Returns a @ b with its scales, [M, N] fp32; in a bf16 model, sums are first rounded to
+    bf16."""
+    rows, weight = formats.decode_fp8(a, a_scale), formats.decode_fp8(b.t(), b_scale)
+    return formats.multiply(rows.to_model_dtype(dtype), weight.to_model_dtype(dtype))
 
 
 direct_register_custom_op(
@@ -91,17 +85,16 @@ def nvfp4_linear(
     scale: torch.Tensor,  # [] fp32, multiplies
     x_global_scale: torch.Tensor,  # [] fp32, divides
 ) -> torch.Tensor:
-    """Returns x @ weight.T [..., N], in the type of `x`, which is quantised first. It is one
-    PyTorch operation, so that compiled models round the same."""
-    rows = quantize_nvfp4(x.flatten(0, -2), x_global_scale)
-    weight = decode_nvfp4(packed, block_scale, scale)
-    out = multiply(rows.to_model_dtype(x.dtype), weight.to_model_dtype(x.dtype))
+    """Returns x @ weight.T [..., N], in the type of `x`, which is quantised first. As one PyTorch
+    operation it rounds the same in compiled models."""
+    rows = formats.quantize_nvfp4(x.flatten(0, -2), x_global_scale)
+    weight = formats.decode_nvfp4(packed, block_scale, scale)
+    out = formats.multiply(rows.to_model_dtype(x.dtype), weight.to_model_dtype(x.dtype))
     return out.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def _like_linear_output(x: torch.Tensor, packed: torch.Tensor, *args: object) -> torch.Tensor:
-    """Returns an uninitialised output [..., N], from which the compiler learns its shape and
-    type."""
+    """Returns an uninitialised output [..., N], which tells the compiler its shape and type."""
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
@@ -146,7 +139,7 @@ def int4_linear(
     scale: torch.Tensor,  # [N, K / group]
 ) -> torch.Tensor:
     """Returns x @ weight.T [..., N], in the type of `x`. The weight is unpacked for it."""
-    return x @ decode_int4(packed, scale).t()
+    return x @ formats.decode_int4(packed, scale).t()
 
 
 direct_register_custom_op("vllm_dllm_int4_linear", int4_linear, fake_impl=_like_linear_output)
@@ -161,8 +154,7 @@ class CpuInt4LinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Returns whether this kernel computes a layer faster than vLLM's, or at all, and if not,
-        why."""
+        """Returns whether this kernel is faster than vLLM's for a layer, and if not, why."""
         if not current_platform.is_cpu():
             return False, "it is for CPUs"
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:

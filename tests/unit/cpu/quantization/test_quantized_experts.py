@@ -55,15 +55,19 @@ def scaled(
 
 def of_fp8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
     (first, second), meant = scaled(FP8, 100.0)
-    return lambda *rows: experts.fp8_experts(*rows, *first, *second), meant
+    return lambda *rows: experts.quantized_experts(*rows, "fp8", [*first], [*second]), meant
 
 
 def of_int8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
     stored, meant = scaled(torch.int8, 40.0)
-    first, second = (Int8Weights(*layer, dtype) for layer in stored)
+    packed = [Int8Weights(*layer, dtype) for layer in stored]
 
     def run(*rows: Any) -> torch.Tensor:
-        return experts.int8_experts(*rows, first.handles, second.handles, INNER)
+        first, second = (
+            [each.handles, values[..., :0]]
+            for each, (values, _) in zip(packed, stored, strict=True)
+        )
+        return experts.quantized_experts(*rows, "int8", first, second)
 
     return run, meant
 
@@ -77,9 +81,9 @@ def of_int4(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch
         each = [formats.decode_int4(*pair) for pair in zip(packed, scale, strict=True)]
         return packed, scale, torch.stack(each).double()
 
-    w13, s13, up = weights(2 * INNER, HIDDEN, 0)
-    w2, s2, down = weights(HIDDEN, INNER, 10)
-    return lambda *rows: experts.int4_experts(*rows, w13, s13, w2, s2), [up, down]
+    *first, up = weights(2 * INNER, HIDDEN, 0)
+    *second, down = weights(HIDDEN, INNER, 10)
+    return lambda *rows: experts.quantized_experts(*rows, "int4", first, second), [up, down]
 
 
 # (what is served, by what share of a row's largest number its inputs are rounded)

@@ -1,0 +1,77 @@
+"""Log-probabilities of prompts: within a memory budget, and of a request's own prompt only."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_dllm.compat.patching import patch
+
+
+def limit_prompt_logprob_rows(num_rows: int) -> None:
+    """Makes a worker compute the logits of prompt log-probabilities for `num_rows` rows at a time,
+    or for vLLM's own number if that is less. Patches a constant of vLLM's. Repeatable."""
+    patch("v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE", lambda stock: min(num_rows, stock))
+
+
+def restrict_prompt_logprobs(runner: Any) -> None:
+    """Makes `runner`, a model runner that has loaded its model, score only rows of a prompt, and
+    erase the tokens of finished requests. A request then learns nothing of other prompts
+    (`docs/upstream/prompt-logprobs-leak.md`). Does nothing if the runner scores no prompts.
+
+    vLLM's scheduler pads a request that has one token left to compute with drafts, so that all
+    requests of a step are equally long. vLLM scores each row of the request as one of its prompt,
+    and the tokens of rows beyond the prompt are those of the slot's previous request.
+    """
+    if runner.prompt_logprobs_worker is not None:
+        tokens = runner.req_states.all_token_ids
+        runner.prompt_logprobs_worker = PromptOnlyLogprobs(runner.prompt_logprobs_worker, tokens)
+
+
+class PromptOnlyLogprobs:
+    """Wraps vLLM's `PromptLogprobsWorker`: cuts off scores beyond the prompt, and erases tokens."""
+
+    def __init__(self, stock: Any, all_token_ids: Any) -> None:
+        """`stock`: vLLM's `PromptLogprobsWorker`. `all_token_ids`: vLLM's buffer of requests'
+        tokens, whose `.gpu` is [max_num_reqs, max_model_len] int32, and zeroed here when a request
+        leaves."""
+        self._stock, self._all_token_ids = stock, all_token_ids
+        self._slots: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def add_request(self, req_id: str, req_idx: int, *args: Any, **kwargs: Any) -> None:
+        self._slots[req_id] = req_idx
+        self._stock.add_request(req_id, req_idx, *args, **kwargs)
+
+    def remove_request(self, req_id: str) -> None:
+        """Forgets a request and zeroes its slot of the tokens, if it was added."""
+        if (slot := self._slots.pop(req_id, None)) is not None:
+            self._all_token_ids.gpu[slot].zero_()
+        self._stock.remove_request(req_id)
+
+    def compute_prompt_logprobs(
+        self,
+        logits_fn: Any,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+        input_batch: Any,  # vLLM's InputBatch
+        all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32
+        num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
+        prompt_lens: np.ndarray,  # [max_num_reqs], by slot
+    ) -> dict[str, LogprobsTensors]:
+        """Returns vLLM's scores by request id, without rows beyond the prompt, if any are left."""
+        found: dict[str, LogprobsTensors] = self._stock.compute_prompt_logprobs(
+            logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
+        )
+        if not found:
+            return found
+        ends = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
+        beyond = ends - prompt_lens[input_batch.idx_mapping_np]
+        for request_id, num_rows in zip(input_batch.req_ids, beyond.tolist(), strict=True):
+            if num_rows > 0 and (scores := found.pop(request_id, None)) is not None:
+                kept = len(scores.logprobs) - num_rows
+                if kept > 0:
+                    found[request_id] = LogprobsTensors(*(rows[:kept] for rows in scores[:3]))
+        return found
