@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from vllm_dllm.errors import InputError, ServerError
-from vllm_dllm.tools.commands import COMMANDS, DRAFTER_COMMANDS, Command
+from vllm_dllm.tools.commands import COMMANDS, GROUPS, Command
 
 EVAL_PACKAGES = ("datasets", "lm_eval", "optuna")  # of the extra `eval`
 CONTINUES = "the same command continues from here"
@@ -24,22 +24,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve_name(command.work)(**options)
     except (InputError, ServerError) as error:
-        return _fail(name, str(error))
+        return _print_error(name, str(error))
     except OSError as error:  # no such folder, no permission, disk full
         remedy = f"; once that is fixed, {CONTINUES}" if command.resumes else ""
-        return _fail(name, f"{error}{remedy}")
+        return _print_error(name, f"{error}{remedy}")
     except ModuleNotFoundError as error:
         if (package := str(error.name).partition(".")[0]) not in EVAL_PACKAGES:
             raise
-        return _fail(name, f"there is no {package} here: pip install 'vllm-dllm[eval]'")
+        return _print_error(name, f"there is no {package} here: pip install 'vllm-dllm[eval]'")
     except KeyboardInterrupt:
         if command.resumes:
-            _fail(name, f"stopped; {CONTINUES}")
+            _print_error(name, f"stopped; {CONTINUES}")
         return 0 if name == "top" else 130  # that is how one leaves `top`
     return 0
 
 
-def _fail(name: str, message: str) -> int:
+def _print_error(name: str, message: str) -> int:
     """Prints `message` to standard error, after the name of the sub-command, and returns the exit
     status 1."""
     print(f"vllm-dllm {name}: {message}", file=sys.stderr)
@@ -54,24 +54,18 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     version = f"%(prog)s {metadata.version('vllm-dllm')}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    text = "Make block-diffusion drafters for speculative decoding."
+    kinds: dict[str, Any] = {"title": "commands", "required": True, "metavar": "COMMAND"}
+    groups = {"": parser.add_subparsers(**kinds)}
     for name, command in COMMANDS.items():
-        if name == "eval":
-            drafter = commands.add_parser("drafter", help=text, description=text)
-            subcommands = drafter.add_subparsers(title="commands", required=True, metavar="COMMAND")
-            for its_name, its_command in DRAFTER_COMMANDS.items():
-                _add_command(subcommands, f"drafter {its_name}", its_command)
-        _add_command(commands, name, command)
+        group, _, last_word = name.rpartition(" ")
+        if group not in groups:
+            text = GROUPS[group]
+            group_parser = groups[""].add_parser(group, help=text, description=text)
+            groups[group] = group_parser.add_subparsers(**kinds)
+        subparser = groups[group].add_parser(
+            last_word, help=command.text, description=f"{command.text} {command.more}".strip()
+        )
+        subparser.set_defaults(command=name, what=command)
+        for flags, options in command.arguments:
+            subparser.add_argument(*flags, **options)
     return parser
-
-
-def _add_command(commands: Any, name: str, command: Command) -> None:
-    """Adds a sub-command's parser to `commands`, which `add_subparsers` returned: argparse keeps
-    its class private. `name`: with its group, such as `drafter train`."""
-    parser = commands.add_parser(
-        name.split()[-1], help=command.text, description=f"{command.text} {command.more}".strip()
-    )
-    parser.set_defaults(command=name, what=command)
-    for flags, options in command.arguments:
-        parser.add_argument(*flags, **options)

@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_dllm.canvases.hub import CanvasHub, Feed, InterleavedStream
+from vllm_dllm.canvases.hub import CanvasHub, Feed
+from vllm_dllm.canvases.stream import InterleavedStream
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 
@@ -29,11 +30,6 @@ RawHeaders = list[tuple[bytes, bytes]]
 class RefusedError(ValueError):
     """Says why a request is refused with HTTP 400."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the error as the object that vLLM has under `error` in an answer."""
-        text = str(self)
-        return {"message": text, "type": "BadRequestError", "param": "vllm_xargs", "code": 400}
-
 
 @dataclass(frozen=True)
 class WatchedRequest:
@@ -44,14 +40,9 @@ class WatchedRequest:
     headers: RawHeaders  # with an X-Request-Id, from which vLLM makes `chunk_id`
 
 
-def read_request(
-    path: str,
-    headers: RawHeaders,
-    body: bytes,
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-) -> WatchedRequest | None:
+def read_request(path: str, headers: RawHeaders, body: bytes) -> WatchedRequest | None:
     """Returns the request if it asks for canvases. Returns None if it asks for none, or if its body
-    is no JSON, which vLLM refuses. `new_id` makes the id of a request that has none.
+    is no JSON, which vLLM refuses. Makes a random id for a request that has none.
 
     Raises:
         RefusedError: the request asks for canvases, but is not a stream of one answer.
@@ -71,7 +62,8 @@ def read_request(
     name = next((v.decode("latin-1") for k, v in headers if k.lower() == b"x-request-id"), None)
     if name is None:
         given = request.get("request_id")
-        name = given if isinstance(given, str) and given.isascii() and given else new_id()
+        is_usable = isinstance(given, str) and given.isascii() and given
+        name = given if is_usable else uuid.uuid4().hex
         headers = [*headers, (b"x-request-id", name.encode("latin-1"))]
     return WatchedRequest(request, f"{PREFIXES[path]}-{name}", headers)
 
@@ -121,9 +113,10 @@ class CanvasStreams:
             return
         try:
             watched = read_request(path, scope["headers"], body)
-        except RefusedError as error:
-            refusal = JSONResponse({"error": error.as_json()}, HTTPStatus.BAD_REQUEST)
-            return await refusal(scope, receive, send)
+        except RefusedError as refused:
+            kind = {"type": "BadRequestError", "param": "vllm_xargs", "code": 400}
+            error = {"error": {"message": str(refused)} | kind}  # as vLLM answers
+            return await JSONResponse(error, HTTPStatus.BAD_REQUEST)(scope, receive, send)
         if watched is None:
             return await self._app(scope, _replay(body, receive), send)
         hub, texts = source

@@ -7,7 +7,6 @@ its name on the command line, or by its `dest`.
 import argparse
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,20 @@ from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
 Argument = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argument takes
 
 
-@dataclass(frozen=True)
 class Command:
     """One sub-command, as the command line describes it."""
 
-    work: str  # the function that does it, as "module:function"
-    text: str  # what it does, for the help
-    arguments: tuple[Argument, ...] = ()
-    more: str = ""
-    """A further sentence for the sub-command's own help."""
-    resumes: bool = False
-    """Whether a stopped run continues when the command is repeated."""
+    def __init__(
+        self, work: str, text: str, *arguments: Argument, more: str = "", resumes: bool = False
+    ) -> None:
+        """`work` is the function that does it, as "module:function". `text` says what it does, for
+        the help, and `more` is a further sentence for the sub-command's own help. If `resumes`, a
+        stopped run continues when the command is repeated."""
+        self.work = work
+        self.text = text
+        self.arguments = arguments
+        self.more = more
+        self.resumes = resumes
 
 
 def _arg(flags: str, text: str, kind: Any = str, default: Any = None, **options: Any) -> Argument:
@@ -54,14 +56,14 @@ def _parse_image_limit(text: str) -> int | None:
     limit, or allows videos, which need the same tower. Raises ArgumentTypeError for other text."""
     try:
         limits = json.loads(text)
-        found = limits.get("image")
+        images = limits.get("image")
     except (ValueError, AttributeError) as error:
         raise argparse.ArgumentTypeError(
             f"expected JSON like {{'image': 0}}, got {text}"
         ) from error
-    if found is not None and (type(found) is not int or found < 0):
-        raise argparse.ArgumentTypeError(f"image must be a number from 0 on, got {found!r}")
-    return None if limits.get("video") else found
+    if images is not None and (type(images) is not int or images < 0):
+        raise argparse.ArgumentTypeError(f"image must be a number from 0 on, got {images!r}")
+    return None if limits.get("video") else images
 
 
 def _parse_layer_ids(text: str) -> tuple[int, ...]:
@@ -100,43 +102,38 @@ _OF_TASKS = (
     ),
 )
 
+GROUPS = {"drafter": "Make block-diffusion drafters for speculative decoding."}
+"""First word of commands of two words -> what these commands do, for the help."""
+
 COMMANDS = {
     "demo": Command(
         "vllm_dllm.tools.demo:run",
         "Start a server, ask a few questions, show the canvas denoising, stop the server.",
-        (
-            _arg(
-                "checkpoint",
-                "folder of the checkpoint to serve (default: the small one of this package)",
-                Path,
-                nargs="?",
-            ),
-            _arg(
-                "--ask QUESTION",
-                "ask this instead of the built-in questions; may be given several times",
-                action="append",
-            ),
-            _arg("--port", "port of the server (default: a free one)", int),
-            _arg(
-                "--pace SECONDS",
-                "least time a step stays on the terminal, 0 to 5",
-                float,
-                0.12,
-            ),
-            _arg(
-                "--save-picture FILE.svg",
-                "also draw the first answer as an SVG file, one row per step",
-                Path,
-            ),
+        _arg(
+            "checkpoint",
+            "folder of the checkpoint to serve (default: the small one of this package)",
+            Path,
+            nargs="?",
+        ),
+        _arg(
+            "--ask QUESTION",
+            "ask this instead of the built-in questions; may be given several times",
+            action="append",
+        ),
+        _arg("--port", "port of the server (default: a free one)", int),
+        _arg("--pace SECONDS", "least time a step stays on the terminal, 0 to 5", float, 0.12),
+        _arg(
+            "--save-picture FILE.svg",
+            "also draw the first answer as an SVG file, one row per step",
+            Path,
+            dest="picture",
         ),
     ),
     "top": Command(
         "vllm_dllm.tools.top:run",
         "Watch a running server in the terminal: requests, steps per block, tokens per second.",
-        (
-            _arg("--url", "address of the server", str, "http://127.0.0.1:8000"),
-            _flag("--once", "print one frame as plain text and end"),
-        ),
+        _arg("--url", "address of the server", str, "http://127.0.0.1:8000"),
+        _flag("--once", "print one frame as plain text and end"),
         more="q or Ctrl-C ends it.",
     ),
     "checkpoint": Command(
@@ -146,155 +143,138 @@ COMMANDS = {
     "quantize": Command(
         "vllm_dllm.tools.quantize.quantize:quantize",
         "Write a quantised copy of a checkpoint that `vllm serve` loads.",
-        (
-            _arg("checkpoint", "folder of the unquantised checkpoint", Path),
-            _arg(
-                "--scheme!",
-                "fp8-dynamic, int8: half the size; nvfp4, w4a16: less than a third. nvfp4 needs "
-                "--calibration, and is for DiffusionGemma only",
-                choices=("fp8-dynamic", "int8", "nvfp4", "w4a16"),
-            ),
-            _arg("-o --out", "folder to write; must not exist", Path),
-            _arg(
-                "--calibration PROMPTS.jsonl",
-                f"nvfp4: prompts to denoise, one {_ROW} per line",
-                Path,
-            ),
-            _flag(
-                "--dry-run",
-                "print which layers are quantised and which are left, with sizes; write nothing",
-            ),
+        _arg("checkpoint", "folder of the unquantised checkpoint", Path),
+        _arg(
+            "--scheme!",
+            "fp8-dynamic, int8: half the size; nvfp4, w4a16: less than a third. nvfp4 needs "
+            "--calibration, and is for DiffusionGemma only",
+            choices=("fp8-dynamic", "int8", "nvfp4", "w4a16"),
         ),
+        _arg("-o --out", "folder to write; must not exist", Path),
+        _arg(
+            "--calibration PROMPTS.jsonl",
+            f"nvfp4: prompts to denoise, one {_ROW} per line",
+            Path,
+        ),
+        _flag(
+            "--dry-run",
+            "print which layers are quantised and which are left, with sizes; write nothing",
+        ),
+        resumes=True,
+    ),
+    "drafter train": Command(
+        "vllm_dllm.tools.drafter.train:train",
+        "Train a DFlash drafter for your model, ready for `vllm serve`. After an interruption the "
+        "same command continues.",
+        _arg("--target! MODEL", "folder of the model to draft for", Path),
+        _OUT,
+        _arg("--prompts FILE.jsonl", f"to answer, one {_ROW} per line", Path),
+        _arg("--server URL", "vLLM server of the target, to answer the prompts"),
+        _arg(
+            "--from-buffer DIR",
+            "instead of prompts: blocks that the drafter --init-from recorded while it served",
+            Path,
+        ),
+        _arg("--init-from DRAFTER", "drafter to continue from; its layout is kept", Path),
+        _arg("--block-size", "anchor and drafted tokens", int, 16),
+        _arg("--layers", "of the drafter", int, 3, dest="num_layers"),
+        _arg(
+            "--target-layers I,J,…",
+            "target layers whose outputs are the context, from 0 (default: spread evenly)",
+            _parse_layer_ids,
+            dest="target_layer_ids",
+        ),
+        _arg("--mask-token TOKEN", "default: that of the target's tokenizer"),
+        _arg("--minutes", "length of the training, or --steps", float),
+        _arg("--steps", "length of the training, or --minutes", int),
+        _SEED,
+        _MAX_TOKENS,
+        _arg("--device", "default: cuda where there is a GPU, else cpu"),
+        resumes=True,
+    ),
+    "drafter calibrate-width": Command(
+        "vllm_dllm.tools.drafter.calibrate:calibrate_width",
+        "Measure which block size suits each prompt, and train the predictor of the width policy "
+        "`blockpilot` on it.",
+        _arg("--target! MODEL", "folder", Path),
+        _arg("--drafter! MODEL", "folder", Path),
+        _arg("--prompts! FILE.jsonl", f"one {_ROW} per line; a quarter is held out", Path),
+        _OUT,
+        _arg(
+            "--variant",
+            "full: the paper's, as wide as the vocabulary; small: 18 numbers",
+            str,
+            "small",
+            choices=("full", "small"),
+        ),
+        _arg("--radius K", "try the drafter's own block size and the K below it", int, 2),
+        _MAX_TOKENS,
+        _SEED,
+        _arg("--device", "cpu or cuda", str, "cpu"),
         resumes=True,
     ),
     "eval": Command(
         "vllm_dllm.tools.evaluate:run",
         "Serve checkpoints one after the other; compare accuracy, speed and size.",
-        (
-            _arg(
-                "checkpoints",
-                "folder of a checkpoint; recovery is relative to the first one",
-                Path,
-                nargs="+",
-            ),
-            _arg(
-                "--task NAME|FILE.yaml",
-                f"{_TASK}; may be given several times (default: checkpoints/held_out.yaml)",
-                action="append",
-                dest="tasks",
-            ),
-            *_OF_TASKS,
-            _arg(
-                "-o --out FOLDER",
-                "where eval.json and eval.png are written",
-                Path,
-                Path("evaluation"),
-            ),
+        _arg(
+            "checkpoints",
+            "folder of a checkpoint; recovery is relative to the first one",
+            Path,
+            nargs="+",
+        ),
+        _arg(
+            "--task NAME|FILE.yaml",
+            f"{_TASK}; may be given several times (default: checkpoints/held_out.yaml)",
+            action="append",
+            dest="tasks",
+        ),
+        *_OF_TASKS,
+        _arg(
+            "-o --out FOLDER",
+            "where eval.json and eval.png are written",
+            Path,
+            Path("evaluation"),
         ),
     ),
     "tune": Command(
         "vllm_dllm.tools.tune:run",
         "Search for settings that answer a task sooner and as well; write them for `vllm serve`.",
-        (
-            _CHECKPOINT,
-            _arg(
-                "--task! NAME|FILE.yaml",
-                f"{_TASK}. Half of its prompts are searched with, half judge what was found",
-            ),
-            *_OF_TASKS,
-            _arg("--trials N", "settings to try, the checkpoint's own first", int, 50),
-            _arg(
-                "--max-loss POINTS",
-                "of accuracy, in percentage points, that speed may cost",
-                float,
-                0.5,
-            ),
-            _arg(
-                "-o --out FOLDER",
-                "where defaults.yaml, tune.json and tune.png are written; must not exist. A "
-                "stopped run continues when the command is repeated",
-                Path,
-                Path("tuning"),
-            ),
+        _CHECKPOINT,
+        _arg(
+            "--task! NAME|FILE.yaml",
+            f"{_TASK}. Half of its prompts are searched with, half judge what was found",
+        ),
+        *_OF_TASKS,
+        _arg("--trials N", "settings to try, the checkpoint's own first", int, 50),
+        _arg(
+            "--max-loss POINTS",
+            "of accuracy, in percentage points, that speed may cost",
+            float,
+            0.5,
+        ),
+        _arg(
+            "-o --out FOLDER",
+            "where defaults.yaml, tune.json and tune.png are written; must not exist. A "
+            "stopped run continues when the command is repeated",
+            Path,
+            Path("tuning"),
         ),
         resumes=True,
     ),
     "plan": Command(
         "vllm_dllm.tools.plan.capacity:print_plan",
         "Say how many requests of a checkpoint a GPU has room for. Needs no GPU.",
-        (
-            _CHECKPOINT,
-            _arg("--gpu!", "its kind", choices=tuple(GPUS)),
-            _arg("--memory-gib GIB", "of each GPU (default: its data sheet's)", float),
-            _arg("--context TOKENS", "prompt and answer of a request", int, 8192),
-            _arg("--tensor-parallel-size N", "GPUs that share the model", int, 1, dest="ranks"),
-            _arg(
-                "--kv-cache-dtype", "of keys and values", str, "auto", choices=tuple(ELEMENT_BYTES)
-            ),
-            _arg(
-                "--limit-mm-per-prompt JSON",
-                """'{"image": 0}' leaves the vision tower out, as it does in vllm serve""",
-                _parse_image_limit,
-                dest="most_images",
-            ),
+        _CHECKPOINT,
+        _arg("--gpu!", "its kind", choices=tuple(GPUS)),
+        _arg("--memory-gib GIB", "of each GPU (default: its data sheet's)", float),
+        _arg("--context TOKENS", "prompt and answer of a request", int, 8192),
+        _arg("--tensor-parallel-size N", "GPUs that share the model", int, 1, dest="ranks"),
+        _arg("--kv-cache-dtype", "of keys and values", str, "auto", choices=tuple(ELEMENT_BYTES)),
+        _arg(
+            "--limit-mm-per-prompt JSON",
+            """'{"image": 0}' leaves the vision tower out, as it does in vllm serve""",
+            _parse_image_limit,
+            dest="most_images",
         ),
-    ),
-}
-
-DRAFTER_COMMANDS = {
-    "train": Command(
-        "vllm_dllm.tools.drafter.train:train",
-        "Train a DFlash drafter for your model, ready for `vllm serve`. After an interruption the "
-        "same command continues.",
-        (
-            _arg("--target! MODEL", "folder of the model to draft for", Path),
-            _OUT,
-            _arg("--prompts FILE.jsonl", f"to answer, one {_ROW} per line", Path),
-            _arg("--server URL", "vLLM server of the target, to answer the prompts"),
-            _arg(
-                "--from-buffer DIR",
-                "instead of prompts: blocks that the drafter --init-from recorded while it served",
-                Path,
-            ),
-            _arg("--init-from DRAFTER", "drafter to continue from; its layout is kept", Path),
-            _arg("--block-size", "anchor and drafted tokens", int, 16),
-            _arg("--layers", "of the drafter", int, 3, dest="num_layers"),
-            _arg(
-                "--target-layers I,J,…",
-                "target layers whose outputs are the context, from 0 (default: spread evenly)",
-                _parse_layer_ids,
-                dest="target_layer_ids",
-            ),
-            _arg("--mask-token TOKEN", "default: that of the target's tokenizer"),
-            _arg("--minutes", "length of the training, or --steps", float),
-            _arg("--steps", "length of the training, or --minutes", int),
-            _SEED,
-            _MAX_TOKENS,
-            _arg("--device", "default: cuda where there is a GPU, else cpu"),
-        ),
-        resumes=True,
-    ),
-    "calibrate-width": Command(
-        "vllm_dllm.tools.drafter.calibrate:calibrate_width",
-        "Measure which block size suits each prompt, and train the predictor of the width policy "
-        "`blockpilot` on it.",
-        (
-            _arg("--target! MODEL", "folder", Path),
-            _arg("--drafter! MODEL", "folder", Path),
-            _arg("--prompts! FILE.jsonl", f"one {_ROW} per line; a quarter is held out", Path),
-            _OUT,
-            _arg(
-                "--variant",
-                "full: the paper's, as wide as the vocabulary; small: 18 numbers",
-                str,
-                "small",
-                choices=("full", "small"),
-            ),
-            _arg("--radius K", "try the drafter's own block size and the K below it", int, 2),
-            _MAX_TOKENS,
-            _SEED,
-            _arg("--device", "cpu or cuda", str, "cpu"),
-        ),
-        resumes=True,
     ),
 }

@@ -10,13 +10,10 @@ After the renaming, files that OUT does not keep are removed, `RUN_FILE` last. W
 import hashlib
 import json
 import shutil
-import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_dllm.errors import InputError
 
@@ -24,12 +21,11 @@ RUN_FILE = "run.json"
 _UNFINISHED = ".tmp"
 
 
-def partial_folder(out: Path) -> Path:
-    """Returns the path of OUT.partial, and makes nothing. Raises InputError if OUT exists and is
-    finished."""
+def check_out(out: Path) -> None:
+    """Raises InputError if the folder OUT exists and is finished. Call it before slow work whose
+    result identifies the run."""
     if out.exists() and not (out / RUN_FILE).exists():
         raise _exists_error(out)
-    return out.with_name(out.name + ".partial")
 
 
 def _exists_error(out: Path) -> InputError:
@@ -37,74 +33,81 @@ def _exists_error(out: Path) -> InputError:
     return InputError(f"{out} exists already: remove it or name another folder")
 
 
-def file_marks(files: Iterable[Path]) -> list[list[Any]]:
-    """Returns the name, the size in bytes and the time of change of each file. They identify
+@dataclass(frozen=True)
+class Run:
+    """One run of a command that writes the folder `out`: `is_finished`, then `start`, then the
+    command's work in `partial`, then `finish`."""
+
+    out: Path
+    identity: dict[str, Any]
+    """A value for JSON. Only a run with an equal value continues a stopped run."""
+    differs_in: str
+    """What `identity` is made of, in words, for an error."""
+    working_files: Sequence[str] = ()
+    """Names of the files and folders that only an unfinished run needs."""
+
+    @property
+    def partial(self) -> Path:
+        """The folder OUT.partial."""
+        return self.out.with_name(f"{self.out.name}.partial")
+
+    def is_finished(self) -> bool:
+        """Returns whether this run had made `out`, but was stopped in `finish`. If so, finishes it.
+
+        Raises:
+            InputError: another run made `out` or left `partial`, or this run is finished.
+        """
+        if self.out.exists():
+            if not self._has_written(self.out):
+                raise _exists_error(self.out)
+            self._clean_up()
+            return True
+        left = {file.name for file in self.partial.iterdir()} if self.partial.exists() else set()
+        if left - {RUN_FILE + _UNFINISHED} and not self._has_written(self.partial):
+            raise InputError(
+                f"{self.partial} is left from a run with another {self.differs_in}: remove it, or "
+                f"repeat that run to finish it"
+            )
+        return False
+
+    def _has_written(self, folder: Path) -> bool:
+        """Returns whether this run has written the folder."""
+        file = folder / RUN_FILE
+        # Through JSON and back, or tuples would differ from what was read.
+        return file.exists() and json.loads(file.read_text()) == json.loads(
+            json.dumps(self.identity)
+        )
+
+    def start(self) -> None:
+        """Makes `partial` unless it exists, and writes `RUN_FILE` there."""
+        self.partial.mkdir(parents=True, exist_ok=True)
+        write_json(self.partial / RUN_FILE, self.identity)
+
+    def finish(self) -> None:
+        """Renames `partial` to `out`, removes the working files, and prints where the result is."""
+        self.partial.rename(self.out)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Removes the working files and `RUN_FILE` from `out`, and prints that `out` is written."""
+        for name in (*self.working_files, RUN_FILE):
+            if (self.out / name).is_dir():
+                shutil.rmtree(self.out / name)
+            else:
+                (self.out / name).unlink(missing_ok=True)
+        print(f"Wrote {self.out}", flush=True)
+
+
+def weight_marks(folder: Path) -> list[list[Any]]:
+    """Returns the name, the size in bytes and the time of change of each weight file. They identify
     weights, without reading the files."""
-    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def digest(content: object) -> str:
     """Returns the SHA-256 sum, in hexadecimal digits, of the `repr` of a value."""
     return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def is_resumed(partial: Path, run: dict[str, Any], what: str) -> bool:
-    """Returns whether `partial` is left from a stopped run that `run`, a value for JSON,
-    identified. Writes nothing.
-
-    Raises:
-        InputError: it is left from another run; the message says that the runs differ in `what`.
-    """
-    if not partial.exists() or {f.name for f in partial.iterdir()} <= {RUN_FILE + _UNFINISHED}:
-        return False
-    if not _is_run_in(run, partial):
-        raise InputError(
-            f"{partial} is left from a run with another {what}: remove it, or repeat that run to "
-            f"finish it"
-        )
-    return True
-
-
-def _is_run_in(run: dict[str, Any], folder: Path) -> bool:
-    """Returns whether the run that `run` identifies has written the folder."""
-    file = folder / RUN_FILE
-    # Through JSON and back, or tuples would differ from what was read.
-    return file.exists() and read_json(file) == json.loads(json.dumps(run))
-
-
-def start_run(partial: Path, run: dict[str, Any]) -> None:
-    """Makes the folder unless it exists, and writes `run` to its `RUN_FILE`."""
-    partial.mkdir(parents=True, exist_ok=True)
-    write_json(partial / RUN_FILE, run)
-
-
-def finish_run(partial: Path, out: Path, working: Iterable[str] = ()) -> None:
-    """Renames `partial` to `out`, removes `working` from it, and prints where the result is.
-    `working` has the names of files and folders that only an unfinished run needs."""
-    partial.rename(out)
-    _remove_working(out, working)
-
-
-def is_finished(out: Path, run: dict[str, Any], working: Iterable[str] = ()) -> bool:
-    """Returns whether the run that `run` identifies made `out`, but was stopped in `finish_run`. If
-    so, it removes what that has left. Raises InputError if another run made `out`, or this one has
-    finished."""
-    if not out.exists():
-        return False
-    if not _is_run_in(run, out):
-        raise _exists_error(out)
-    _remove_working(out, working)
-    return True
-
-
-def _remove_working(out: Path, working: Iterable[str]) -> None:
-    """Removes `working` and `RUN_FILE` from `out`, and prints that `out` is written."""
-    for name in (*working, RUN_FILE):
-        if (out / name).is_dir():
-            shutil.rmtree(out / name)
-        else:
-            (out / name).unlink(missing_ok=True)
-    print(f"Wrote {out}", flush=True)
 
 
 def write_json(path: Path, content: object) -> None:
@@ -113,25 +116,3 @@ def write_json(path: Path, content: object) -> None:
     unfinished = path.with_name(path.name + _UNFINISHED)
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file."""
-    return json.loads(path.read_text())
-
-
-def progress_bars(console: Console | None = None) -> Progress:
-    """Returns a display with one line per task: description, bar, parts done of all, time left.
-
-    Without a `console` the lines are drawn on stderr and stay. With a `console` they are drawn
-    there if it is a terminal, and vanish at the end.
-    """
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console or Console(file=sys.stderr),
-        transient=console is not None,
-        disable=console is not None and not console.is_terminal,
-    )

@@ -86,14 +86,26 @@ class Change:
 
 
 def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
-    """Returns the metrics of the server at `url`. Raises InputError if it does not answer with
-    metrics within `timeout_s` seconds."""
-    text = _fetch_metrics_text(url, timeout_s)
+    """Returns the metrics of the server at `url`. Raises InputError, which says what to do, if no
+    server answers within `timeout_s` seconds, the answer is an error or no list of metrics, or
+    `url` is no URL."""
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
-        for family in text_string_to_metric_families(text):
+        answer = _client().get(f"{url}/metrics", timeout=timeout_s)
+        for family in text_string_to_metric_families(answer.raise_for_status().text):
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except httpx.UnsupportedProtocol as error:
+        raise InputError(f"--url must be like http://127.0.0.1:8000, got '{url}'.") from error
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        raise InputError(
+            f"the server at {url} answers /metrics with HTTP {status}: it is not vLLM."
+        ) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise InputError(
+            f"no server answers at {url} ({error}). Start one, or name its address with --url."
+        ) from error
     except ValueError as error:
         raise InputError(f"{url}/metrics is not a list of metrics ({error}).") from error
     return Scrape(time.monotonic(), samples)
@@ -119,33 +131,16 @@ def scrape_canvases(url: str) -> Scrape:
 
 @functools.cache
 def _client() -> httpx.Client:
-    """Returns the HTTP client of all scrapes, made once because that takes 50 ms. It ignores
+    """Returns the HTTP client of this process, made once because that takes 50 ms. It ignores
     proxies of the environment. It keeps no connection open, because the server may restart."""
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
-def _fetch_metrics_text(url: str, timeout_s: float) -> str:
-    """Returns the text at `url`/metrics. Raises InputError, which says what to do, if no server
-    answers within `timeout_s` seconds, the answer is an error, or `url` is no URL."""
-    try:
-        answer = _client().get(f"{url}/metrics", timeout=timeout_s)
-        return answer.raise_for_status().text
-    except httpx.UnsupportedProtocol as error:
-        raise InputError(f"--url must be like http://127.0.0.1:8000, got '{url}'.") from error
-    except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        raise InputError(
-            f"the server at {url} answers /metrics with HTTP {status}: it is not vLLM."
-        ) from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InputError(
-            f"no server answers at {url} ({error}). Start one, or name its address with --url."
-        ) from error
-
-
-OPTIONS = ("--worker-extension-cls", f"{__name__}.WeightSizes")
-ANSWER_SECONDS = 600.0  # that a server has to answer
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # enables /collective_rpc; only we use the server
+SERVER_OPTIONS = ("--worker-extension-cls", f"{__name__}.WeightSizes")
+"""Options of `vllm serve` that `read_weight_bytes` needs."""
+SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Environment that `read_weight_bytes` needs. Enables /collective_rpc; only we use the server."""
+ANSWER_SECONDS = 600.0  # that a server of our own has to answer
 
 
 @dataclass(frozen=True)
@@ -160,8 +155,8 @@ class Counters:
 
     @classmethod
     def since(cls, before: Scrape, port: int) -> "Counters":
-        """Returns the counts since the scrape `before` of the server at `port`. Raises InputError
-        if the server does not answer."""
+        """Returns the counts since the scrape `before` of the server at `port`. Scrapes the server
+        again. Raises InputError if it does not answer."""
         change = Change(before, read_metrics(port))
 
         def total(name: str) -> int:
@@ -193,7 +188,7 @@ def post_json(port: int, path: str, body: dict[str, object]) -> httpx.Response:
     with 200 within `ANSWER_SECONDS`."""
     url = f"http://{HOST}:{port}{path}"
     try:
-        answer = httpx.post(url, json=body, timeout=ANSWER_SECONDS, trust_env=False)
+        answer = _client().post(url, json=body, timeout=ANSWER_SECONDS)
     except httpx.HTTPError as error:
         raise InputError(f"the server did not answer {path}: {error!r}") from error
     if answer.status_code != 200:

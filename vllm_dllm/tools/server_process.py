@@ -10,11 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import httpx
-from rich.console import Console
-from rich.text import Text
 
 from vllm_dllm.errors import ServerError
 
@@ -96,12 +94,7 @@ class Server:
         self._handlers = {number: signal.signal(number, _raise_exit) for number in ending}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Asks the process group to stop, kills it after `STOP_SECONDS`, and waits for its end."""
         try:
             self._send_signal(signal.SIGTERM)
@@ -124,16 +117,16 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def wait_until_ready(self, waiting: Callable[[float], None]) -> float:
+    def wait_until_ready(self, show_wait: Callable[[float], None]) -> float:
         """Waits until the server answers, and returns the seconds that it took. Several times a
-        second calls `waiting` with the seconds since the start of the wait. Raises ServerError if
+        second calls `show_wait` with the seconds since the start of the wait. Raises ServerError if
         the server ends."""
         start = time.monotonic()
         # trust_env: a proxy named in the environment has no business with our own server.
         with httpx.Client(timeout=5, trust_env=False) as client:
             while not self._is_healthy(client):
                 self.check_alive()
-                waiting(time.monotonic() - start)
+                show_wait(time.monotonic() - start)
                 time.sleep(0.2)
         return time.monotonic() - start
 
@@ -163,18 +156,3 @@ class Server:
 def _raise_exit(number: int, stack: FrameType | None) -> None:
     """Handles a signal: raises SystemExit with the usual exit status."""
     raise SystemExit(128 + number)
-
-
-def wait_on_console(server: Server, console: Console) -> float:
-    """Waits until the server answers, and returns the seconds that it took. On a terminal it shows
-    the seconds and the last line of the server's log. Raises ServerError if the server ends."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        return server.wait_until_ready(lambda seconds: None)
-    with console.status("") as status:
-
-        def waiting(seconds: float) -> None:
-            last = "".join(server.log.read_text(errors="replace").splitlines()[-1:])
-            text = f"{seconds:3.0f} s  {last}"
-            status.update(Text(text, no_wrap=True, overflow="ellipsis"))
-
-        return server.wait_until_ready(waiting)

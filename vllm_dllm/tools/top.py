@@ -37,11 +37,11 @@ def run(url: str, once: bool) -> None:
         Console(color_system=None, highlight=False).print(draw_frame(url, scrapes))
         return
     console = Console(highlight=False)
-    with _keyboard() as wait_for_q, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         problem = None
         while True:
             live.update(draw_frame(url, scrapes, problem), refresh=True)
-            if wait_for_q(REFRESH_SECONDS):
+            if _wait_for_q(REFRESH_SECONDS):
                 return
             try:
                 latest, problem = scrape_canvases(url), None
@@ -56,12 +56,11 @@ def run(url: str, once: bool) -> None:
 
 
 @contextlib.contextmanager
-def _keyboard() -> Iterator[Callable[[float], bool]]:
-    """Sets the terminal, if there is one, to pass single keys without Enter, and restores it after
-    the block. Yields a function that waits at most a number of seconds and returns whether q was
-    typed."""
+def _single_keys() -> Iterator[None]:
+    """Sets the terminal, if standard input is one, to pass single keys without Enter. Restores it
+    after the block."""
     if not sys.stdin.isatty():
-        yield _sleep
+        yield
         return
     import termios  # not on Windows
     import tty
@@ -69,26 +68,23 @@ def _keyboard() -> Iterator[Callable[[float], bool]]:
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _wait_for_q
+        yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _wait_for_q(seconds: float) -> bool:
     """Waits until a q is typed, but at most `seconds`. Returns whether one was typed, or the
-    terminal is gone."""
+    terminal is gone. Without a terminal it waits `seconds` and returns False."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
     end, keyboard = time.monotonic() + seconds, sys.stdin.fileno()
     while (left := end - time.monotonic()) > 0:
         if select.select([keyboard], [], [], left)[0]:
             typed = os.read(keyboard, 64)
             if not typed or b"q" in typed.lower():  # nothing: the terminal is gone
                 return True
-    return False
-
-
-def _sleep(seconds: float) -> bool:
-    """Waits `seconds` and returns False: without a terminal no key is typed."""
-    time.sleep(seconds)
     return False
 
 
@@ -104,18 +100,20 @@ def draw_frame(url: str, scrapes: Sequence[Scrape], problem: str | None = None) 
     running = now.total("vllm:num_requests_running")
     waiting = now.total("vllm:num_requests_waiting")
     lines: list[RenderableType] = [
-        *(Text.assemble((", ".join(models), "bold"), f"  {url}"), ""),
+        Text.assemble((", ".join(models), "bold"), f"  {url}"),
+        "",
         _labelled_line("Requests", f"{running:.0f} running, {waiting:.0f} waiting"),
         _memory_line(now),
         "",
+        _rates_table(scrapes),
+        "",
+        _shares_line("Blocks finished by", now, "canvases_finished", "cause"),
+        _shares_line("Requests by rule", now, "requests", "acceptance"),
     ]
-    lines += [_rates_table(scrapes), ""]
-    lines += [_shares_line("Blocks finished by", Change(None, now), "canvases_finished", "cause")]
-    lines += [_shares_line("Requests by rule", Change(None, now), "requests", "acceptance")]
     if cut := now.total("vllm_dllm:canvases_cut_total"):
         lines.append(_labelled_line("Canvases cut", f"{cut:.0f}, by the end of the context"))
     if len(engines := now.totals_by("vllm:num_requests_running", "engine")) > 1:
-        lines += ["", _engines_table(scrapes, engines)]
+        lines += ["", _engines_table(now, engines)]
     if problem is not None:
         lines += ["", Text(problem, style="bold red")]
     return Group(*lines)
@@ -127,6 +125,13 @@ def _memory_line(now: Scrape) -> Text:
     share = sum(shares) / len(shares) if shares else 0.0
     full = round(share * BAR)
     return _labelled_line("KV cache", f"{'█' * full}{'░' * (BAR - full)} {share:.1%}")
+
+
+def _share_of_free_commits(change: Change) -> float | None:
+    """Returns the share of commits that took no forward of their own; None if there were no
+    commits."""
+    shares = change.shares("vllm_dllm:commits_total", "forward")
+    return 1 - shares.get("own", 0.0) if shares else None
 
 
 RATES: Mapping[str, tuple[Callable[[Change], float | None], str]] = {
@@ -147,16 +152,9 @@ RATES: Mapping[str, tuple[Callable[[Change], float | None], str]] = {
         ".1f",
     ),
     "Entropy when finished, nats": (lambda c: c.mean("vllm_dllm:block_entropy_nats"), ".4f"),
-    "Commits that took no forward": (lambda c: _share_of_free_commits(c), ".0%"),
+    "Commits that took no forward": (_share_of_free_commits, ".0%"),
 }
 """Name of a line -> its number, and the number's format."""
-
-
-def _share_of_free_commits(change: Change) -> float | None:
-    """Returns the share of commits that took no forward of their own; None if there were no
-    commits."""
-    shares = change.shares("vllm_dllm:commits_total", "forward")
-    return 1 - shares.get("own", 0.0) if shares else None
 
 
 def _rates_table(scrapes: Sequence[Scrape]) -> Table:
@@ -164,7 +162,7 @@ def _rates_table(scrapes: Sequence[Scrape]) -> Table:
     server's start."""
     recent = Change(scrapes[0], scrapes[-1])
     since_start = Change(None, scrapes[-1])
-    seconds = recent.now.at - scrapes[0].at
+    seconds = scrapes[-1].at - scrapes[0].at
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=28)
     table.add_column(justify="right", min_width=10)
@@ -177,10 +175,10 @@ def _rates_table(scrapes: Sequence[Scrape]) -> Table:
     return table
 
 
-def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
-    """Returns a line that has the share of each value of a label in the change of a counter. `name`
-    is the counter's, without prefix and `_total`."""
-    shares = change.shares(f"vllm_dllm:{name}_total", label)
+def _shares_line(title: str, now: Scrape, name: str, label: str) -> Text:
+    """Returns a line that has the share of each value of a label in a counter. `name` is the
+    counter's, without prefix and `_total`."""
+    shares = Change(None, now).shares(f"vllm_dllm:{name}_total", label)
     words = [
         f"{value.replace('_', ' ')} {'<1%' if share < 0.01 else format(share, '.0%')}"
         for value, share in shares.items()
@@ -188,10 +186,10 @@ def _shares_line(title: str, change: Change, name: str, label: str) -> Text:
     return _labelled_line(title, ", ".join(words) or NONE)
 
 
-def _engines_table(scrapes: Sequence[Scrape], engines: Mapping[str, float]) -> Table:
+def _engines_table(now: Scrape, engines: Mapping[str, float]) -> Table:
     """Returns a table with a line for each engine. `engines` has the number of its running
     requests."""
-    now, table = scrapes[-1], Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2))
     headings = ("Engine", "running", "waiting", "forwards")
     for heading in headings:
         table.add_column(justify="left" if heading == "Engine" else "right")

@@ -11,8 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed, InterleavedStream
+from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
+from vllm_dllm.canvases.stream import InterleavedStream
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED, pack_canvases, pack_end
 from vllm_dllm.requests.options import STREAM_CANVASES
@@ -103,7 +104,7 @@ async def watch(
     try:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = await ask(app, data, *args)
-        assert hub.num_feeds == 0
+        assert not hub._feeds
     finally:
         await hub.close()
     events = [line[6:] for line in answer.split(b"\n\n") if line.startswith(b"data: {")]
@@ -202,10 +203,10 @@ def test_a_client_that_leaves(folder: Path) -> None:
         app = CanvasStreams(engine, lambda: (hub, lambda tokens: []))
         task = asyncio.create_task(ask(app, json.dumps(BODY).encode()))
         await waits.wait()
-        assert hub.num_feeds == 1
+        assert len(hub._feeds) == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert hub.num_feeds == 0
+        assert not hub._feeds
         await hub.close()
 
     asyncio.run(check())

@@ -2,6 +2,7 @@
 which they write all or nothing, and go on."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,64 +11,70 @@ import pytest
 from tests.processes import is_running, wait_for
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError, ServerError
-from vllm_dllm.tools import resumable, server_process
-from vllm_dllm.tools.commands import COMMANDS, DRAFTER_COMMANDS
-from vllm_dllm.tools.resumable import RUN_FILE, finish_run, is_finished, is_resumed, start_run
+from vllm_dllm.tools import server_process
+from vllm_dllm.tools.commands import COMMANDS
+from vllm_dllm.tools.resumable import RUN_FILE, Run, check_out
 
-RUN: dict[str, Any] = {"seed": 1, "sizes": (2, 3)}
-OTHER = RUN | {"seed": 2}
+IDENTITY: dict[str, Any] = {"seed": 1, "sizes": (2, 3)}
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "out", IDENTITY, "seed", ("working", "never made"))
 
 
-def test_nothing_is_there_until_all_is(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    partial = resumable.partial_folder(out)
-    assert not is_finished(out, RUN) and not is_resumed(partial, RUN, "seed")
-    start_run(partial, RUN)
-    (partial / "result").write_text("x")
-    (partial / "working").mkdir()
-    assert not out.exists() and is_resumed(partial, RUN, "seed")
-    start_run(partial, RUN)  # as what goes on does
-    finish_run(partial, out, ["working", "never made"])
-    assert [file.name for file in out.iterdir()] == ["result"] and not partial.exists()
-    assert capsys.readouterr().out == f"Wrote {out}\n"
-    for look in (lambda: resumable.partial_folder(out), lambda: is_finished(out, RUN)):
+@pytest.fixture
+def other(run: Run) -> Run:
+    """A run with the same OUT."""
+    return replace(run, identity=IDENTITY | {"seed": 2})
+
+
+def test_nothing_is_there_until_all_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    check_out(run.out)
+    assert not run.is_finished()
+    run.start()
+    (run.partial / "result").write_text("x")
+    (run.partial / "working").mkdir()
+    check_out(run.out)
+    assert not run.out.exists() and not run.is_finished()
+    run.start()  # as what goes on does
+    run.finish()
+    assert [file.name for file in run.out.iterdir()] == ["result"] and not run.partial.exists()
+    assert capsys.readouterr().out == f"Wrote {run.out}\n"
+    for look in (lambda: check_out(run.out), run.is_finished):
         with pytest.raises(InputError, match="out exists already: remove it or name another"):
             look()
 
 
-def test_another_run_does_not_go_on(out: Path) -> None:
-    partial = resumable.partial_folder(out)
-    start_run(partial, RUN)
+def test_another_run_does_not_go_on(run: Run, other: Run) -> None:
+    run.start()
     with pytest.raises(
         InputError, match=r"out\.partial is left from a run with another seed: remo"
     ):
-        is_resumed(partial, OTHER, "seed")
-    assert (partial / RUN_FILE).exists()
+        other.is_finished()
+    assert (run.partial / RUN_FILE).exists()
 
 
 @pytest.mark.parametrize("left", [[], [RUN_FILE + ".tmp"]])
-def test_a_run_that_had_not_yet_begun(out: Path, left: list[str]) -> None:
+def test_a_run_that_had_not_yet_begun(other: Run, left: list[str]) -> None:
     """Anybody's: it was stopped before it said which it is."""
-    partial = resumable.partial_folder(out)
-    partial.mkdir()
+    other.partial.mkdir()
     for name in left:
-        (partial / name).touch()
-    assert not is_resumed(partial, OTHER, "seed")
+        (other.partial / name).touch()
+    assert not other.is_finished()
 
 
-def test_a_run_that_was_stopped_while_it_cleaned_up(out: Path) -> None:
+def test_a_run_that_was_stopped_while_it_cleaned_up(run: Run, other: Run) -> None:
     """Finished by itself, and by no other."""
-    start_run(out, RUN)
-    (out / "working").touch()
+    run.start()
+    (run.partial / "working").touch()
+    run.partial.rename(run.out)
     with pytest.raises(InputError, match="out exists already"):
-        is_finished(out, OTHER, ["working"])
-    assert {file.name for file in out.iterdir()} == {"working", RUN_FILE}
-    assert resumable.partial_folder(out) and is_finished(out, RUN, ["working"])
-    assert not list(out.iterdir())
+        other.is_finished()
+    assert {file.name for file in run.out.iterdir()} == {"working", RUN_FILE}
+    check_out(run.out)
+    assert run.is_finished()
+    assert not list(run.out.iterdir())
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +126,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert name == "vllm-dllm" and version[0].isdigit()
 
 
-@pytest.mark.parametrize(
-    "words", [*([n] for n in COMMANDS), *(["drafter", n] for n in DRAFTER_COMMANDS)]
-)
-def test_help_names_each_default_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_each_default_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        cli.main([*words, "--help"])
+        cli.main([*name.split(), "--help"])
     options = capsys.readouterr().out.split("\n  -")
     assert all(option.count("default: ") <= 1 for option in options)

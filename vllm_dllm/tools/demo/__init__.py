@@ -21,18 +21,13 @@ from rich.text import Text
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, read_serving_note
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
+from vllm_dllm.tools import server_process
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.drawing import Step
+from vllm_dllm.tools.demo.picture import save_picture
 from vllm_dllm.tools.demo.questions import Question, questions_for
-from vllm_dllm.tools.server_process import (
-    ENDING_SECONDS,
-    HOST,
-    Server,
-    check_checkpoint,
-    choose_port,
-    serve_command,
-    wait_on_console,
-)
+from vllm_dllm.tools.server_process import HOST, Server
+from vllm_dllm.tools.terminal import wait_on_console
 
 __all__ = ["run"]
 
@@ -49,8 +44,8 @@ def run(
     checkpoint: Path | None,  # None: the package's own
     ask: Sequence[str] | None,  # None: the demo's own questions
     port: int | None,
-    pace: float,  # seconds
-    save_picture: Path | None,
+    pace: float,  # seconds that a step stays on the terminal, at least
+    picture: Path | None,  # SVG file for the first answer
 ) -> None:
     """Serves `checkpoint`, asks the questions, draws the canvases, and stops the server.
 
@@ -60,30 +55,28 @@ def run(
     """
     if not 0 <= pace <= 5:
         raise InputError(f"--pace must be 0 to 5 seconds, got {pace:g}.")
-    if save_picture is not None and save_picture.suffix != ".svg":
-        raise InputError(
-            f"--save-picture draws SVG files: name one FILE.svg, got '{save_picture}'."
-        )
+    if picture is not None and picture.suffix != ".svg":
+        raise InputError(f"--save-picture draws SVG files: name one FILE.svg, got '{picture}'.")
     checkpoint = checkpoint or SHIPPED_CHECKPOINT
-    check_checkpoint(checkpoint)
+    server_process.check_checkpoint(checkpoint)
     questions = [Question(text) for text in ask or ()] or questions_for(checkpoint)
-    port = choose_port(port)
+    port = server_process.choose_port(port)
     log = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-")) / "server.log"
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
     view = View(Console(highlight=False), pace)
 
-    command = serve_command(checkpoint, port, *OPTIONS)
+    command = server_process.serve_command(checkpoint, port, *OPTIONS)
     with Server(command, port, log, _environment()) as server:
         try:
             view.wait_for_server(server, checkpoint)
             for question in questions:
                 answer = Answer(question)
                 view.show_answer(answer, _ask_in_thread(answer, server))
-                if question is questions[0] and save_picture is not None and answer.steps:
+                if question is questions[0] and picture is not None and answer.steps:
                     first = [step for step in answer.steps if step.block == 0]
-                    drawing.save_picture(save_picture, question, first)
-                    view.print_note(f"Picture: {save_picture}")
+                    save_picture(picture, question, first)
+                    view.print_note(f"Picture: {picture}")
         finally:
             view.print_note(f"\nStopping the server. Its log stays: {log}")
 
@@ -144,25 +137,24 @@ def _ask_in_thread(answer: Answer, server: Server) -> Iterator[Step]:
     Raises:
         ServerError: the request failed, or the server has ended.
     """
-    coming: queue.SimpleQueue[Step | Exception | None] = queue.SimpleQueue()
+    items: queue.SimpleQueue[Step | Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
-        """Puts the steps into `coming`, and after them None or the error that ended the answer."""
+        """Puts the steps into `items`, and after them None or the error that ended the answer."""
         try:
             for step in answer.ask(server.port):
-                coming.put(step)
-            coming.put(None)
+                items.put(step)
+            items.put(None)
         except Exception as error:  # nobody sees a thread's exceptions: the reader raises it
-            coming.put(error)
+            items.put(error)
 
     threading.Thread(target=ask, daemon=True).start()
-    while isinstance(came := coming.get(), Step):
-        answer.steps.append(came)
-        yield came
-    if came is not None:
-        server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
-        asked = answer.question.text
-        raise ServerError(f"the server did not answer '{asked}': {came}") from came
+    while isinstance(item := items.get(), Step):
+        answer.steps.append(item)
+        yield item
+    if item is not None:
+        server.check_alive(server_process.ENDING_SECONDS)  # raises, if that was the reason
+        raise ServerError(f"the server did not answer '{answer.question.text}': {item}") from item
 
 
 class View:
@@ -199,14 +191,7 @@ class View:
                 self._console.print(Text(drawing.draw_in_shades(image)), soft_wrap=True)
         self._console.print(Text(answer.question.text, "bold cyan"), soft_wrap=not self._live)
         if self._live:
-            before: list[str] = []  # each frame takes the place of the one before, after `pace_s`
-            with Live(console=self._console, auto_refresh=False) as live:
-                for step in steps:
-                    frame = drawing.draw_frame(step, before, self._console.width)
-                    live.update(frame, refresh=True)
-                    time.sleep(self._pace_s)
-                    if step.finished:
-                        before.append("".join(step.texts))
+            self._draw_in_place(steps)
         else:
             for step in steps:
                 self._console.print(Text(drawing.format_line(step)), soft_wrap=True)
@@ -215,6 +200,17 @@ class View:
             f"{_describe_steps(answer.steps)}{_pluralize(answer.num_tokens, 'token')} in "
             f"{answer.seconds:.2f} s: {answer.num_tokens / answer.seconds:.0f} tokens/s"
         )
+
+    def _draw_in_place(self, steps: Iterator[Step]) -> None:
+        """Draws each step in the place of the one before, and the finished canvases above it."""
+        finished: list[str] = []
+        with Live(console=self._console, auto_refresh=False) as live:
+            for step in steps:
+                frame = drawing.draw_frame(step, finished, self._console.width)
+                live.update(frame, refresh=True)
+                time.sleep(self._pace_s)
+                if step.finished:
+                    finished.append("".join(step.texts))
 
 
 def _describe_steps(steps: Sequence[Step]) -> str:

@@ -71,14 +71,10 @@ PICTURE_QUESTIONS = (
 
 
 def questions_for(checkpoint: Path) -> Sequence[Question]:
-    """Returns the demo's questions for a checkpoint, those about pictures first."""
-    return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS) if takes_images(checkpoint) else TEXT_QUESTIONS
-
-
-def takes_images(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint can be asked about images: it has a vision tower and the
-    settings of an image processor."""
+    """Returns the demo's questions for a checkpoint. Those about pictures come first, if it takes
+    images: if it has a vision tower and the settings of an image processor."""
     config = json.loads((checkpoint / "config.json").read_text())
-    return config.get("vision_config") is not None and any(
-        checkpoint.glob("*processor_config.json")
-    )
+    has_tower = config.get("vision_config") is not None
+    if has_tower and any(checkpoint.glob("*processor_config.json")):
+        return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS)
+    return TEXT_QUESTIONS

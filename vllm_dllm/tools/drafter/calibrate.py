@@ -6,9 +6,10 @@ takes nearly all the time. A stopped run continues after the last part that it h
 """
 
 import copy
-import functools
 import json
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,23 +18,11 @@ import torch.nn.functional as F
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorConfig, save_predictor
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.drafter.offline import (
-    Measurements,
-    candidate_sizes,
-    measure,
-    measure_in_parts,
-    split_prompts,
-)
-from vllm_dllm.tools.drafter.reference import (
-    WEIGHTS_FILE,
-    check_fit,
-    load_drafter,
-    load_target,
-    target_text_config,
-)
+from vllm_dllm.tools.drafter import measurements, reference
+from vllm_dllm.tools.drafter.measurements import Measurements
 from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
 from vllm_dllm.tools.drafter.sequences import read_prompts
-from vllm_dllm.tools.resumable import progress_bars
+from vllm_dllm.tools.terminal import progress_bars
 
 REPORT_FILE = "report.json"
 PLOT_FILE = "report.png"
@@ -55,42 +44,27 @@ def calibrate_width(
 ) -> None:
     """Writes a predictor, its report and a plot to `out`, which never exists unfinished, and prints
     the report. Raises InputError for input that cannot be used."""
-    partial = resumable.partial_folder(out)
-    model = load_drafter(drafter)
-    text_config = target_text_config(target)
-    check_fit(model.config, text_config, (str(drafter), str(target)))
-    sizes = candidate_sizes(model.config.block_size, radius)
+    resumable.check_out(out)
+    model = reference.load_drafter(drafter)
+    text_config = reference.target_text_config(target)
+    reference.check_fit(model.config, text_config, (str(drafter), str(target)))
+    sizes = measurements.candidate_sizes(model.config.block_size, radius)
     room = text_config.max_position_embeddings - max_tokens
-    sides = split_prompts(read_prompts(prompts, target, room), HELD_OUT_SHARE, seed)
-    weight_files = [*sorted(target.glob("*.safetensors")), drafter / WEIGHTS_FILE]
-    run = {  # what the measurements depend on; the training may differ
-        "weights": resumable.file_marks(weight_files),
+    sides = measurements.split_prompts(read_prompts(prompts, target, room), HELD_OUT_SHARE, seed)
+    identity = {  # what the measurements depend on; the training may differ
+        "weights": resumable.weight_marks(target) + resumable.weight_marks(drafter),
         "prompts": resumable.digest(sides),
         "block_sizes": sizes,
         "max_tokens": max_tokens,
     }
-    if not resumable.is_finished(out, run, MEASURED_FOLDERS):
-        resumable.is_resumed(partial, run, "target, drafter, prompts or sizes")
-        verifier, model = load_target(target, device), model.to(device)
-        resumable.start_run(partial, run)
-        measure_part = functools.partial(
-            measure, verifier, model, sizes=sizes, max_tokens=max_tokens
+    run = resumable.Run(out, identity, "target, drafter, prompts or sizes", MEASURED_FOLDERS)
+    if not run.is_finished():
+        verifier = reference.load_target(target, device)
+        run.start()
+        measure_part = partial(
+            measurements.measure, verifier, model.to(device), sizes=sizes, max_tokens=max_tokens
         )
-        measured: list[Measurements] = []
-        with progress_bars() as progress:
-            for name, side in zip(MEASURED_FOLDERS, sides, strict=True):
-                folder = partial / name
-                folder.mkdir(exist_ok=True)
-                task = progress.add_task(f"measuring {name} prompts", total=len(side))
-                advance = functools.partial(progress.advance, task)
-                measured.append(measure_in_parts(measure_part, side, folder, advance))
-        training, held_out = measured
-        if min(len(training), len(held_out)) < 2:
-            raise InputError(
-                f"the target answers {len(training)} of the training and {len(held_out)} of the "
-                f"held-out prompts with two tokens or more, expected at least 2 each: give prompts "
-                f"that need longer answers"
-            )
+        training, held_out = _measure_sides(sides, measure_part, run.partial)
         config = PredictorConfig(
             variant=variant,
             vocab_size=training.logits.shape[1],
@@ -99,12 +73,38 @@ def calibrate_width(
             hidden_size=HIDDEN_SIZES[variant],
         )
         predictor = train_predictor(training, config, seed)
-        save_predictor(predictor, partial)
+        save_predictor(predictor, run.partial)
         report = build_report(predictor, training, held_out, seed)
-        resumable.write_json(partial / REPORT_FILE, report)
-        save_plot(report, partial / PLOT_FILE)
-        resumable.finish_run(partial, out, MEASURED_FOLDERS)
+        resumable.write_json(run.partial / REPORT_FILE, report)
+        save_plot(report, run.partial / PLOT_FILE)
+        run.finish()
     print(describe(json.loads((out / REPORT_FILE).read_text())))
+
+
+def _measure_sides(
+    sides: Sequence[list[list[int]]],  # token ids of the training prompts, of the held-out ones
+    measure_part: Callable[[Sequence[list[int]]], Measurements],
+    folder: Path,
+) -> tuple[Measurements, Measurements]:
+    """Returns the measurements of the training and of the held-out prompts. Keeps them in `folder`.
+    Raises InputError if there are less than two of either."""
+    measured: list[Measurements] = []
+    with progress_bars() as progress:
+        for name, prompts in zip(MEASURED_FOLDERS, sides, strict=True):
+            (folder / name).mkdir(exist_ok=True)
+            task = progress.add_task(f"measuring {name} prompts", total=len(prompts))
+            advance = partial(progress.advance, task)
+            measured.append(
+                measurements.measure_in_parts(measure_part, prompts, folder / name, advance)
+            )
+    training, held_out = measured
+    if min(len(training), len(held_out)) < 2:
+        raise InputError(
+            f"the target answers {len(training)} of the training and {len(held_out)} of the "
+            f"held-out prompts with two tokens or more, expected at least 2 each: give prompts "
+            f"that need longer answers"
+        )
+    return training, held_out
 
 
 EPOCHS = 60

@@ -6,7 +6,7 @@ Random numbers come from (seed, step), so the state has only weights, optimisers
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,82 +52,113 @@ class TrainingOptions:
     well."""
 
 
+class Batch(NamedTuple):
+    """The blocks that one step trains on."""
+
+    rows: list[KnownSequence]
+    anchors: list[list[int]]  # [B][N], indices of the blocks' anchors; -1: no block
+    widths: list[list[int]]  # [B][N], slots of each block, anchor included
+
+
+@dataclass
+class TrainingState:
+    """What a stopped run continues from."""
+
+    drafter: DFlashDrafter
+    optimizers: list[torch.optim.Optimizer]
+    step: int = 0  # of all runs
+    elapsed_s: float = 0.0  # of all runs
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    def load(self, file: Path) -> None:
+        """Sets all fields to what `save` has written; drafter and optimisers in place."""
+        saved = torch.load(file, weights_only=True)
+        self.drafter.load_state_dict(saved["drafter"])
+        for optimizer, its_state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(its_state)
+        self.step, self.elapsed_s, self.log = saved["step"], saved["elapsed_s"], saved["log"]
+
+    def save(self, file: Path) -> None:
+        """Writes the state, and replaces `file` in one step."""
+        content = vars(self) | {
+            "drafter": self.drafter.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        torch.save(content, unfinished := file.with_suffix(".tmp"))
+        unfinished.replace(file)
+
+    def progress(self, options: TrainingOptions) -> float:
+        """Returns which share of the run is done, from 0, in steps or in time, as the options say.
+        It may be above 1."""
+        if options.steps is not None:
+            return self.step / options.steps
+        assert options.minutes is not None
+        return self.elapsed_s / (60 * options.minutes)
+
+
 def fit(
     target: Target,
     drafter: DFlashDrafter,
     sequences: list[KnownSequence],
     options: TrainingOptions,
-    partial: Path,
+    folder: Path,
 ) -> list[dict[str, Any]]:
     """Trains the drafter in place, and returns the log: for every `LOG_EVERY` steps the loss in
     nats, τ of held-out sequences, and the minutes of training. Prints each entry. Saves the state
-    in `partial` every minute, and continues from a state that is there."""
+    in `folder` every minute, and continues from a state that is there."""
     held_out = sequences[:: max(HELD_OUT_SHARE, len(sequences) // MAX_HELD_OUT)]
     learnt = [s for s in sequences if s not in held_out] or held_out
     learnt.sort(key=lambda sequence: len(sequence.tokens))
-    optimizers = _optimizers(drafter)
-    step, elapsed_s = 0, 0.0  # of all runs
-    log: list[dict[str, Any]] = []
-    if (state_file := partial / STATE_FILE).exists():
-        state = torch.load(state_file, weights_only=True)
-        drafter.load_state_dict(state["drafter"])
-        for optimizer, its_state in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(its_state)
-        step, elapsed_s, log = state["step"], state["elapsed_s"], state["log"]
+    state = TrainingState(drafter, _make_optimizers(drafter))
+    if (state_file := folder / STATE_FILE).exists():
+        state.load(state_file)
     clock = saved_at = time.monotonic()
     losses: list[float] = []
-    progress = _progress(options, step, elapsed_s)
+    progress = state.progress(options)
     while progress < 1:
         scale = min(1, (progress + 1e-3) / WARMUP) * min(1, (1 - progress) / DECAY)
-        loss_nats = drafting_loss(drafter, target, *draw_batch(learnt, options, step))
-        loss_nats.backward()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["full_lr"] * scale
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss_nats.item())
-        step += 1
-        clock, elapsed_s = (now := time.monotonic()), elapsed_s + now - clock
-        progress = _progress(options, step, elapsed_s)
-        if step % LOG_EVERY and progress < 1:
+        losses.append(_train_step(target, state, draw_batch(learnt, options, state.step), scale))
+        state.step += 1
+        now = time.monotonic()
+        state.elapsed_s += now - clock
+        clock = now
+        progress = state.progress(options)
+        if state.step % LOG_EVERY and progress < 1:
             continue
         tau = _mean_length(target, drafter, held_out)
-        loss, losses = sum(losses) / len(losses), []
-        log.append({"step": step, "loss": loss, "tau_held_out": tau, "minutes": elapsed_s / 60})
-        left = max(0, 1 / progress - 1) * elapsed_s / 60
+        loss, minutes = sum(losses) / len(losses), state.elapsed_s / 60
+        losses = []
+        entry = {"step": state.step, "loss": loss, "tau_held_out": tau, "minutes": minutes}
+        state.log.append(entry)
         print(
-            f"Step {step}: loss {loss:.3f}, {tau:.2f} tokens per verification on held-out prompts, "
-            f"{left:.1f} minutes left",
+            f"Step {state.step}: loss {loss:.3f}, {tau:.2f} tokens per verification on held-out "
+            f"prompts, {max(0, 1 / progress - 1) * minutes:.1f} minutes left",
             file=sys.stderr,
             flush=True,
         )
         # Only after a log entry, so that a resumed run averages the same steps.
         if clock - saved_at > SAVE_EVERY_S:
-            state = {
-                "drafter": drafter.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "step": step,
-                "elapsed_s": elapsed_s,
-                "log": log,
-            }
-            torch.save(state, unfinished := state_file.with_suffix(".tmp"))
-            unfinished.replace(state_file)
+            state.save(state_file)
             saved_at = clock
-    return log
+    return state.log
 
 
-def _progress(options: TrainingOptions, step: int, elapsed_s: float) -> float:
-    """Returns which share of the run is done, from 0, in steps or in time, as the options say. It
-    may be above 1."""
-    if options.steps is not None:
-        return step / options.steps
-    assert options.minutes is not None
-    return elapsed_s / (60 * options.minutes)
+def _train_step(target: Target, state: TrainingState, batch: Batch, scale: float) -> float:
+    """Updates drafter and optimisers, and returns the loss in nats. `scale`: the learning rate as a
+    share of the full one."""
+    loss_nats = drafting_loss(state.drafter, target, *batch)
+    loss_nats.backward()
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * scale
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss_nats.item()
 
 
-def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
-    """Returns Muon for matrices, with updates of AdamW's size, and AdamW for norms."""
+def _make_optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
+    """Returns Muon for matrices, with updates of AdamW's size, and AdamW for norms. Each group of
+    parameters keeps its full learning rate as `full_lr`."""
     matrices = [p for p in drafter.parameters() if p.dim() == 2]
     rest = [p for p in drafter.parameters() if p.dim() != 2]
     optimizers = [
@@ -138,14 +169,6 @@ def _optimizers(drafter: DFlashDrafter) -> list[torch.optim.Optimizer]:
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]
     return optimizers
-
-
-class Batch(NamedTuple):
-    """The blocks that one step trains on."""
-
-    rows: list[KnownSequence]
-    anchors: list[list[int]]  # [B][N], indices of the blocks' anchors; -1: no block
-    widths: list[list[int]]  # [B][N], slots of each block, anchor included
 
 
 def draw_batch(

@@ -150,9 +150,9 @@ def save_drafter(drafter: DFlashDrafter, path: Path, dtype: torch.dtype) -> None
     (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets only the owner read
 
 
-def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
+def load_drafter(path: Path) -> DFlashDrafter:
     """Returns a drafter from a folder in the published layout: full attention, one weights file. It
-    is in eval mode, on the CPU. Raises InputError if the folder has no such drafter."""
+    is in eval mode and fp32, on the CPU. Raises InputError if the folder has no such drafter."""
     config_file = path / "config.json"
     if not config_file.is_file():
         raise InputError(f"{path} holds no drafter: expected config.json and {WEIGHTS_FILE}")
@@ -163,7 +163,7 @@ def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafte
         )
     drafter = DFlashDrafter(config)
     drafter.load_state_dict(load_file(path / WEIGHTS_FILE))
-    return drafter.to(dtype).eval()
+    return drafter.float().eval()
 
 
 class Target:

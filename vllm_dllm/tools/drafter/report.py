@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vllm_dllm.drafters.blockpilot import BlockPilot
-from vllm_dllm.tools.drafter.offline import Measurements
+from vllm_dllm.tools.drafter.measurements import Measurements
 
 RESAMPLES = 2000  # of the held-out prompts, for confidence intervals
 LEAK_SHARE = 0.95  # of the way from the best fixed size to the oracle

@@ -49,9 +49,7 @@ def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def complete(
-    target: Target, prompts: Sequence[list[int]], max_tokens: int, batch_size: int = BATCH_SIZE
-) -> list[list[int]]:
+def complete(target: Target, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """Returns the target's greedy answers, by transformers, in the prompts' order. Each has at most
     `max_tokens` tokens. An answer that ends has EOS as its last token."""
     model = target.model
@@ -59,8 +57,8 @@ def complete(
     stop_ids = set(stops if isinstance(stops, list) else [stops])
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: dict[int, list[int]] = {}
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    for start in range(0, len(order), BATCH_SIZE):
+        chosen = order[start : start + BATCH_SIZE]
         length = max(len(prompts[i]) for i in chosen)
         tokens = [[0] * (length - len(prompts[i])) + prompts[i] for i in chosen]
         is_token = [[t >= length - len(prompts[i]) for t in range(length)] for i in chosen]
@@ -124,7 +122,7 @@ def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> l
     sequences of all lines, also of those that a stopped run has written.
 
     Answers of one token stay in the file, so that its lines match the prompts. They have no anchor,
-    so they are not returned.
+    so they are not returned. Raises InputError if there are no others.
     """
     done = _whole_lines(path)
     rest = iter(prompts[len(done) :])
@@ -137,7 +135,12 @@ def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> l
             file.flush()
             print(f"{len(done)} of {len(prompts)} prompts answered", file=sys.stderr, flush=True)
     sequences = [KnownSequence(row["tokens"], row["first_anchor"]) for row in done]
-    return [s for s in sequences if s.first_anchor < len(s.tokens) - 1]
+    if anchored := [s for s in sequences if s.first_anchor < len(s.tokens) - 1]:
+        return anchored
+    raise InputError(
+        f"the target answers none of the {len(prompts)} prompts with two tokens or more: give "
+        f"prompts that need longer answers"
+    )
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

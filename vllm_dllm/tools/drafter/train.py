@@ -7,7 +7,6 @@ can be continued (`resumable.py`).
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,9 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
+from vllm_dllm.tools.drafter import reference
 from vllm_dllm.tools.drafter.fit import STATE_FILE, TrainingOptions, fit
-from vllm_dllm.tools.drafter.reference import (
-    DFlashDrafter,
-    check_fit,
-    drafter_config,
-    load_drafter,
-    load_target,
-    save_drafter,
-    target_text_config,
-)
+from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
     collect,
@@ -60,12 +52,12 @@ def train(
     buffer of a serving drafter, which must be `init_from`.
     """
     settings = TrainingOptions(**options)
-    partial = resumable.partial_folder(out)
+    resumable.check_out(out)
     _check_arguments(settings, prompts, server, from_buffer, init_from)
-    text_config = target_text_config(target)
-    start = load_drafter(init_from) if init_from else None
+    text_config = reference.target_text_config(target)
+    start = reference.load_drafter(init_from) if init_from else None
     config = start.config if start else config_for_target(target, text_config, settings)
-    check_fit(config, text_config, (str(init_from or "asked for"), str(target)))
+    reference.check_fit(config, text_config, (str(init_from or "asked for"), str(target)))
     sequences: list[KnownSequence] = []
     questions: list[list[int]] = []
     if from_buffer:
@@ -73,41 +65,45 @@ def train(
     elif prompts:
         room = text_config.max_position_embeddings - settings.max_tokens
         questions = read_prompts(prompts, target, room)
-    run = _fingerprint(target, init_from, server, settings, sequences or questions)
-    if resumable.is_finished(out, run, WORKING_FILES):
+    identity = {
+        "target": resumable.weight_marks(target),
+        "init_from": resumable.weight_marks(init_from) if init_from else None,
+        "server": server,
+        "options": asdict(settings),
+        "sources": resumable.digest(sequences or questions),
+    }
+    run = resumable.Run(out, identity, "target, other sequences or options", WORKING_FILES)
+    if run.is_finished():
         return
-    resumable.is_resumed(partial, run, "target, other sequences or options")
     ask = make_server_completer(server, settings.max_tokens, config.vocab_size) if server else None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_target(target, device)
-    resumable.start_run(partial, run)
+    model = reference.load_target(target, device)
+    run.start()
     if questions:
         ask = ask or (lambda batch: complete(model, batch, settings.max_tokens))
-        sequences = collect(questions, ask, partial / COMPLETIONS_FILE)
-        if not sequences:
-            raise InputError(
-                f"the target answers none of the {len(questions)} prompts with two tokens or more: "
-                f"give prompts that need longer answers"
-            )
+        sequences = collect(questions, ask, run.partial / COMPLETIONS_FILE)
     drafter = start or _new_drafter(config, settings.seed)
-    log = fit(model, drafter.train().to(device), sequences, settings, partial)
+    log = fit(model, drafter.train().to(device), sequences, settings, run.partial)
     dflash: dict[str, Any] = config.dflash_config
     if start is None or "trained_context" in dflash:  # unknown for a published drafter
         longest = max(len(sequence.tokens) for sequence in sequences)
         dflash["trained_context"] = max(longest, dflash.get("trained_context", 0))
-    save_drafter(drafter, partial, torch.bfloat16)
-    (partial / LOG_FILE).write_text(json.dumps(log) + "\n")
+    reference.save_drafter(drafter, run.partial, torch.bfloat16)
+    _save_log(log, run.partial)
+    run.finish()
+
+
+def _save_log(log: list[dict[str, Any]], folder: Path) -> None:
+    """Writes the log of `fit` into `folder`, as JSON and as a plot."""
+    (folder / LOG_FILE).write_text(json.dumps(log) + "\n")
     figure = Figure(figsize=(10, 4), layout="tight")
-    for axes, key, label in zip(
-        figure.subplots(1, 2),
-        ("loss", "tau_held_out"),
-        ("weighted cross entropy (nats)", "tokens per verification, held out"),
-        strict=True,
-    ):
-        axes.plot([entry["step"] for entry in log], [entry[key] for entry in log])
-        axes.set(xlabel="step", ylabel=label)
-    figure.savefig(partial / "training.png", dpi=80)
-    resumable.finish_run(partial, out, WORKING_FILES)
+    left, right = figure.subplots(1, 2)
+    steps = [entry["step"] for entry in log]
+    left.plot(steps, [entry["loss"] for entry in log])
+    left.set(xlabel="step", ylabel="weighted cross entropy (nats)")
+    right.plot(steps, [entry["tau_held_out"] for entry in log])
+    right.set(xlabel="step", ylabel="tokens per verification, held out")
+    figure.savefig(folder / "training.png", dpi=80)
 
 
 def _check_arguments(
@@ -149,7 +145,7 @@ def config_for_target(target: Path, text_config: Any, options: TrainingOptions) 
     if mask_token_id is None:
         raise InputError(f"the target's vocabulary has no token {mask_token!r} for the mask")
     layer_ids = options.target_layer_ids
-    return drafter_config(
+    return reference.drafter_config(
         text_config,
         num_layers=options.num_layers,
         target_layer_ids=spread_layers(text_config.num_hidden_layers, options.num_layers)
@@ -179,24 +175,3 @@ def _new_drafter(config: Qwen3Config, seed: int) -> DFlashDrafter:
         if parameter.dim() == 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return drafter
-
-
-def _fingerprint(
-    target: Path,
-    init_from: Path | None,
-    server: str | None,
-    options: TrainingOptions,
-    sources: Sequence[Any],
-) -> dict[str, Any]:
-    """Returns what identifies a run. A stopped run is continued only by one with equal values."""
-
-    def weights(folder: Path) -> list[list[Any]]:
-        return resumable.file_marks(sorted(folder.glob("*.safetensors")))
-
-    return {
-        "target": weights(target),
-        "init_from": weights(init_from) if init_from else None,
-        "server": server,
-        "options": asdict(options),
-        "sources": resumable.digest(sources),
-    }

@@ -4,25 +4,24 @@ Each checkpoint is served by its own `vllm serve`, one after the other. lm-evalu
 it the tasks' prompts over HTTP, like any client.
 """
 
-import functools
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.evaluate import report
-from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
+from vllm_dllm.tools.evaluate import report, serving
+from vllm_dllm.tools.evaluate.harness import Outcome, PromptSettings, evaluate
+from vllm_dllm.tools.evaluate.provenance import describe_machine
 from vllm_dllm.tools.evaluate.report import Row, save_plot
-from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.resumable import progress_bars
-from vllm_dllm.tools.scrape import Counters, read_metrics, read_weight_bytes
+from vllm_dllm.tools.scrape import read_weight_bytes
 from vllm_dllm.tools.server_process import check_checkpoint
+from vllm_dllm.tools.terminal import make_console, progress_bars
 
 __all__ = ["run"]
 
@@ -44,39 +43,46 @@ def run(
     """
     prompting = PromptSettings(**options)
     _check_options(checkpoints, prompting, out)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console = make_console(PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
-    with redirect_library_logs(logs / "lm_eval.log"):
+    rows: list[Row] = []
+    with serving.redirect_library_logs(logs):
         loaded = load_tasks(tasks or [HELD_OUT], prompting.data)
-        prompting = replace(prompting, serve_options=serve_options(loaded, prompting.serve_options))
-        rows: list[Row] = []
+        serve_options = serving.serve_options(loaded, prompting.serve_options)
+        prompting = replace(prompting, serve_options=serve_options)
         for checkpoint in checkpoints:
-            serving = prompting.serve_options or ()
-            with run_server(checkpoint, serving, console, logs) as port:
+            with serving.run_server(checkpoint, serve_options, console, logs) as port:
                 weight_bytes = read_weight_bytes(port)
                 for name, task in loaded.items():
-                    before = read_metrics(port)
-                    with progress_bars(console) as progress:
-                        count = min(len(task.eval_docs), prompting.limit or len(task.eval_docs))
-                        bar = progress.add_task(name, total=count)
-                        outcome = evaluate(
-                            task,
-                            str(checkpoint),
-                            port,
-                            prompting,
-                            log=logs / "lm_eval.log",
-                            on_answer=functools.partial(progress.advance, bar),
-                        )
-                    console.print(f"{name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
-                    done = Counters.since(before, port)
-                    rows += report.make_rows(checkpoint, name, outcome, done, weight_bytes)
+                    outcome = _evaluate_task(task, checkpoint, port, prompting, console, logs)
+                    rows += report.make_rows(checkpoint, name, outcome, weight_bytes)
     table = report.with_recovery(rows)
     asked = report.describe_prompts(table, prompting.concurrency)
     console.print(report.make_table(table, asked))
-    machine = report.describe_machine()
+    machine = describe_machine()
     report.save_json(table, prompting, machine, out / "eval.json")
     save_plot(table, f"{asked}; {machine['device']}", out / "eval.png")
     console.print(f"{out / 'eval.json'}, {out / 'eval.png'}", soft_wrap=True)
+
+
+def _evaluate_task(
+    task: Task, checkpoint: Path, port: int, prompting: PromptSettings, console: Console, logs: Path
+) -> Outcome:
+    """Returns the result of a task on the server at `port`. Shows a bar meanwhile, and then a
+    line."""
+    with progress_bars(console) as progress:
+        count = min(len(task.eval_docs), prompting.limit or len(task.eval_docs))
+        bar = progress.add_task(task.task_name, total=count)
+        outcome = evaluate(
+            task,
+            str(checkpoint),
+            port,
+            prompting,
+            logs=logs,
+            on_answer=lambda: progress.advance(bar),
+        )
+    console.print(f"{task.task_name}: {outcome.num_prompts} prompts, {outcome.seconds:.0f} s")
+    return outcome
 
 
 def _check_options(checkpoints: Sequence[Path], prompting: PromptSettings, out: Path) -> None:

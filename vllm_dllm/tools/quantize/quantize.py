@@ -10,8 +10,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -35,23 +35,18 @@ from vllm_dllm.tools.quantize.plan import (
     quantization_scheme,
 )
 from vllm_dllm.tools.quantize.source import Source, read_source
-from vllm_dllm.tools.resumable import RUN_FILE, progress_bars, write_json
+from vllm_dllm.tools.resumable import RUN_FILE, write_json
+from vllm_dllm.tools.terminal import progress_bars
 
 WEIGHT_RANGES_FILE = "weight_ranges.json"
 INPUT_RANGES_FILE = "input_ranges.json"
 WORKING_FILES = (WEIGHT_RANGES_FILE, INPUT_RANGES_FILE)  # OUT does not keep these
 
 COPIED = (
-    "generation_config.json",
-    "*tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*processor_config.json",
-    "LICENSE*",
+    *("*tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("generation_config.json", "chat_template*", "*processor_config.json", "LICENSE*"),
 )
+"""Patterns of the files that are copied as they are."""
 
 
 @dataclass(frozen=True)
@@ -83,52 +78,54 @@ def quantize(
         return
     if out is None:
         raise InputError("expected the folder to write to (-o OUT), or --dry-run")
-    partial = resumable.partial_folder(out)
-    if scheme == "nvfp4" and calibration is None:
+    resumable.check_out(out)
+    prompts = _read_calibration(calibration, scheme, source)
+    identity = {
+        "scheme": scheme,
+        "config": source.config,
+        "weights": resumable.weight_marks(checkpoint),
+        "prompts": resumable.digest(prompts),
+    }
+    run = resumable.Run(out, identity, "checkpoint, scheme or prompts", WORKING_FILES)
+    if run.is_finished():
+        return
+    with progress_bars() as progress:
+        known = run.partial / WEIGHT_RANGES_FILE
+        if known.exists():  # of a run that was stopped
+            weight_amax = json.loads(known.read_text())
+        else:
+            weight_amax = _find_weight_amax(source, plan, progress)
+        run.start()
+        write_json(known, weight_amax)
+        input_amax = _find_input_amax(checkpoint, prompts, run.partial, progress)
+        scales = Scales(weight_amax, input_amax)
+        task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
+        for name, tensors in source.shards.items():
+            if (run.partial / name).exists():  # of a run that was stopped
+                progress.advance(task, len(tensors))
+            else:
+                advance = partial(progress.advance, task)
+                _write_shard(source, plan, name, scales, run.partial, advance)
+    _write_rest(source, plan, run.partial)
+    run.finish()
+
+
+def _read_calibration(path: Path | None, scheme: str, source: Source) -> list[list[int]]:
+    """Returns the token ids of the prompts in the file `path`; [] for a scheme that measures no
+    inputs. Raises InputError if the scheme and the file do not go together, or the file cannot be
+    used."""
+    if scheme == "nvfp4" and path is None:
         raise InputError(
             "nvfp4 needs --calibration PROMPTS.jsonl: the scale of the inputs is measured while "
             "the model denoises answers to them"
         )
-    if scheme != "nvfp4" and calibration is not None:
+    if scheme != "nvfp4" and path is not None:
         raise InputError(
             f"{scheme} takes no --calibration: inputs are scaled token by token when served"
         )
-    prompts: list[list[int]] = []
-    if calibration is not None:
-        config = DiffusionGemmaConfig.from_dict(source.config)
-        prompts = read_prompts(calibration, checkpoint, config)
-    run = _fingerprint(source, scheme, prompts)
-    if resumable.is_finished(out, run, WORKING_FILES):
-        return
-    resumed = resumable.is_resumed(partial, run, "checkpoint, scheme or prompts")
-    with progress_bars() as progress:
-        known = partial / WEIGHT_RANGES_FILE
-        if resumed and known.exists():
-            weight_amax = resumable.read_json(known)
-        else:
-            weight_amax = _find_weight_amax(source, plan, progress)
-        resumable.start_run(partial, run)
-        write_json(known, weight_amax)
-        scales = Scales(weight_amax, _find_input_amax(checkpoint, prompts, partial, progress))
-        task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
-        for name, tensors in source.shards.items():
-            if (partial / name).exists():  # written by a run that was stopped
-                progress.advance(task, len(tensors))
-            else:
-                _write_shard(source, plan, name, scales, partial, lambda: progress.advance(task))
-    _write_rest(source, plan, partial)
-    resumable.finish_run(partial, out, WORKING_FILES)
-
-
-def _fingerprint(source: Source, scheme: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Returns what identifies a run: two runs with equal values write the same checkpoint."""
-    files = [source.path / name for name in source.shards]
-    return {
-        "scheme": scheme,
-        "config": source.config,
-        "weights": resumable.file_marks(files),
-        "prompts": resumable.digest(prompts),
-    }
+    if path is None:
+        return []
+    return read_prompts(path, source.path, DiffusionGemmaConfig.from_dict(source.config))
 
 
 def _find_weight_amax(source: Source, plan: Plan, progress: Progress) -> dict[str, float]:
@@ -158,18 +155,15 @@ def _linear_weight(weight: torch.Tensor, linear: Linear) -> torch.Tensor:
 
 
 def _find_input_amax(
-    checkpoint: Path, prompts: list[list[int]], partial: Path, progress: Progress
+    checkpoint: Path, prompts: list[list[int]], folder: Path, progress: Progress
 ) -> dict[str, float]:
-    """Returns each input group's largest magnitude while the model answers; {} without prompts."""
+    """Returns each input group's largest magnitude while the model answers; {} without prompts.
+    Keeps what it has measured in `folder`. Warns of experts that saw no token."""
     if not prompts:
         return {}
     task = progress.add_task("calibrating, prompts", total=len(prompts))
-    ranges = calibrate(
-        checkpoint,
-        prompts,
-        partial / INPUT_RANGES_FILE,
-        lambda count: progress.advance(task, count),
-    )
+    advance = partial(progress.advance, task)
+    ranges = calibrate(checkpoint, prompts, folder / INPUT_RANGES_FILE, advance)
     # Experts that saw no token get the scale of their layer, like all. Many of them mean that the
     # prompts are too few.
     idle = {
@@ -230,10 +224,11 @@ def _write_shard(
     plan: Plan,
     file_name: str,
     scales: Scales,
-    partial: Path,
+    folder: Path,
     advance: Callable[[], None],
 ) -> None:
-    """Writes one shard. Calls `advance` after each tensor. Raises OSError if writing fails."""
+    """Writes one shard into `folder`. Calls `advance` after each tensor. Raises OSError if writing
+    fails."""
     scheme = quantization_scheme(plan.scheme)
     shard: dict[str, torch.Tensor] = {}
     with open_shard(source.path / file_name) as file:
@@ -251,33 +246,32 @@ def _write_shard(
             if name in plan.kept:
                 shard[name] = weight
             advance()
-    unfinished = partial / f"{file_name}.tmp"
+    unfinished = folder / f"{file_name}.tmp"
     try:
         save_file(shard, unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{unfinished}: {error}") from error
-    shutil.copymode(partial / RUN_FILE, unfinished)  # save_file lets only the owner read
-    unfinished.replace(partial / file_name)
+    shutil.copymode(folder / RUN_FILE, unfinished)  # save_file lets only the owner read
+    unfinished.replace(folder / file_name)
 
 
-def _write_rest(source: Source, plan: Plan, partial: Path) -> None:
-    """Writes the index and config.json, and copies tokenizer, licence and similar files."""
+def _write_rest(source: Source, plan: Plan, folder: Path) -> None:
+    """Writes the index and config.json into `folder`, and copies tokenizer, licence and similar
+    files there."""
     if source.has_index:
         weight_map: dict[str, str] = {}
         total_size = 0
         for file_name in source.shards:
-            with open_shard(partial / file_name) as file:
+            with open_shard(folder / file_name) as file:
                 names = list(file.keys())
                 weight_map |= dict.fromkeys(names, file_name)
                 total_size += sum(file.get_tensor(name).nbytes for name in names)
-        index = {
-            "metadata": {"total_size": total_size},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        write_json(partial / INDEX_FILE, index)
+        weight_map = dict(sorted(weight_map.items()))
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        write_json(folder / INDEX_FILE, index)
     for pattern in COPIED:
         for path in sorted(source.path.glob(pattern)):
             if path.is_file():
-                shutil.copyfile(path, partial / path.name)
+                shutil.copyfile(path, folder / path.name)
     config = {**source.config, "quantization_config": quantization_config(plan)}
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -6,28 +6,27 @@ both accuracy and speed are then tried on the other half, so that luck in the se
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
 from lm_eval.api.task import Task
-from rich.console import Console
+from rich.progress import Progress
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
+from vllm_dllm.tools.evaluate import serving
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
-from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
-from vllm_dllm.tools.evaluate.serving import redirect_library_logs, run_server, serve_options
+from vllm_dllm.tools.evaluate.provenance import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.resumable import progress_bars
-from vllm_dllm.tools.scrape import Counters, read_metrics
 from vllm_dllm.tools.server_process import check_checkpoint
+from vllm_dllm.tools.terminal import make_console, progress_bars
 from vllm_dllm.tools.tune import report
-from vllm_dllm.tools.tune.report import Confirmed, choose_settings, plot
+from vllm_dllm.tools.tune.report import Confirmed, Findings, choose_settings
 from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
 from vllm_dllm.tools.tune.space import Space, Value
 
@@ -70,75 +69,85 @@ def run(checkpoint: Path, **options: Any) -> None:
             f"--max-loss must be in points from 0 to below 100, got {settings.max_loss:g}"
         )
     space = Space(checkpoint, settings.serve_options or ())
-    asked = asdict(settings)
-    del asked["trials"], asked["max_loss"], asked["out"]  # may differ when a stopped run continues
-    marks = resumable.file_marks(sorted(checkpoint.glob("*.safetensors")))
-    identity = {"checkpoint": str(checkpoint), "weights": marks} | asked
-    identity["data"] = str(settings.data)
-    if resumable.is_finished(settings.out, identity, WORKING_FILES):
+    run = _resumable_run(checkpoint, settings)
+    if run.is_finished():
         return
-    partial = resumable.partial_folder(settings.out)
-    resumable.is_resumed(partial, identity, "checkpoint, task or options")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console = make_console(PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with redirect_library_logs(logs / "lm_eval.log"):
-        task, *halves = _load(settings)
-        serving = serve_options({settings.task: task}, settings.serve_options)
+    with serving.redirect_library_logs(logs):
+        task = _load_task(settings)
+        serve_options = serving.serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:
-            serving = [*serving, "--additional-config", json.dumps({"vllm_dllm": own})]
-        resumable.start_run(partial, identity)
-        with run_server(checkpoint, serving, console, logs) as port:
-            measure = _measure(task, str(checkpoint), port, settings, logs / "lm_eval.log")
-            tried, confirmed = _search_and_confirm(
-                partial, space, halves, settings, measure, console
+            serve_options = [*serve_options, "--additional-config", json.dumps({"vllm_dllm": own})]
+        run.start()
+        with (
+            serving.run_server(checkpoint, serve_options, console, logs) as port,
+            progress_bars(console) as progress,
+        ):
+            measure = _make_measure(task, str(checkpoint), port, settings, logs)
+            # Prompts alternate between search and confirmation, since files are often sorted.
+            count = _count_prompts(task, settings)
+            tried = _search(
+                run.partial, space, settings.trials, partial(measure, range(0, count, 2)), progress
             )
-    _write(partial, checkpoint, space, settings, tried, confirmed, console)
-    resumable.finish_run(partial, settings.out, WORKING_FILES)
+            confirmed = _confirm(run.partial, tried, partial(measure, range(1, count, 2)), progress)
+    chosen = choose_settings(confirmed, settings.max_loss / 100)
+    prompts = f"{count // 2} prompts of {settings.task}"
+    findings = Findings(tried, confirmed, chosen, prompts)
+    console.print(report.as_table(findings))
+    _write_files(run.partial, checkpoint, space, settings, findings)
+    run.finish()
     console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
 
 
-def _load(settings: Settings) -> tuple[Task, Sequence[int], Sequence[int]]:
-    """Returns the task, the indices of the prompts to search with, and of those to confirm with.
-    They alternate, since files are often sorted. Raises InputError if the task cannot be used, has
-    too few prompts, or the name stands for several tasks."""
+def _resumable_run(checkpoint: Path, settings: Settings) -> resumable.Run:
+    """Returns the run, which a later command with the same checkpoint, task and options continues.
+    The number of trials and the loss may differ then."""
+    identity = {"checkpoint": str(checkpoint), "weights": resumable.weight_marks(checkpoint)}
+    identity |= asdict(settings) | {"data": str(settings.data)}
+    for name in ("trials", "max_loss", "out"):
+        del identity[name]
+    return resumable.Run(settings.out, identity, "checkpoint, task or options", WORKING_FILES)
+
+
+def _load_task(settings: Settings) -> Task:
+    """Returns the task. Raises InputError if it cannot be used, has too few prompts, or its name
+    stands for several tasks."""
     tasks = load_tasks([settings.task], settings.data)
     if len(tasks) > 1:
         raise InputError(
             f"--task must be one task, got '{settings.task}' with {len(tasks)}: {', '.join(tasks)}"
         )
     (task,) = tasks.values()
-    count = min(len(task.eval_docs), settings.limit or len(task.eval_docs))
-    if count < LEAST_PROMPTS:
+    if (count := _count_prompts(task, settings)) < LEAST_PROMPTS:
         raise InputError(
             f"task '{task.task_name}' must have at least {LEAST_PROMPTS} prompts, got {count}"
         )
-    return task, range(0, count, 2), range(1, count, 2)
+    return task
 
 
-def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -> Measure:
+def _count_prompts(task: Task, settings: Settings) -> int:
+    """Returns how many prompts of the task are used, for both halves together."""
+    return min(len(task.eval_docs), settings.limit or len(task.eval_docs))
+
+
+def _make_measure(task: Task, model: str, port: int, settings: Settings, logs: Path) -> Measure:
     """Returns a function that sends prompts with certain keys to the server at `port`, and measures
     the answers. It raises InputError if the task's first metric is not from 0 to 1."""
 
     def measure(prompts: Sequence[int], keys: Mapping[str, Value]) -> Measured:
         """Sends the prompts, with `keys` in each request, and returns what the server did."""
-        before = read_metrics(port)
-        outcome = evaluate(
-            task,
-            model,
-            port,
-            settings,
-            log=log,
-            on_answer=lambda: None,
-            prompts=prompts,
-            options=keys,
-        )
-        done = Counters.since(before, port)
+        outcome = evaluate(task, model, port, settings, logs=logs, prompts=prompts, options=keys)
         score = outcome.scores[0]
-        scores = tuple(score_of(score.by_prompt.get(prompt), score.name) for prompt in prompts)
-        return Measured(scores, done.tokens, done.forwards, outcome.seconds)
+        return Measured(
+            scores=[check_score(score.by_prompt.get(prompt), score.name) for prompt in prompts],
+            tokens=outcome.counters.tokens,
+            forwards=outcome.counters.forwards,
+            seconds=outcome.seconds,
+        )
 
-    def score_of(value: object, name: str) -> float:
+    def check_score(value: object, name: str) -> float:
         """Returns the score of one answer. Raises InputError unless it is a number from 0 to 1."""
         if isinstance(value, (int, float)) and 0 <= value <= 1:
             return float(value)
@@ -150,79 +159,70 @@ def _measure(task: Task, model: str, port: int, settings: Settings, log: Path) -
     return measure
 
 
-def _search_and_confirm(
-    partial: Path,
+def _search(
+    folder: Path,
     space: Space,
-    halves: Sequence[Sequence[int]],  # indices of prompts: to search with, and to confirm with
-    settings: Settings,
-    measure: Measure,
-    console: Console,
-) -> tuple[list[Tried], list[Confirmed]]:
-    """Tries settings on the first half of the prompts, and the best of them on the second half.
-    Prints each trial. Returns all trials, and the confirmed ones by rising tokens per forward."""
+    trials: int,
+    measure: Callable[[Mapping[str, Value]], Measured],
+    progress: Progress,
+) -> list[Tried]:
+    """Tries settings until `folder` has `trials` of them, prints each, and returns all."""
 
-    def say(tried: Tried) -> None:
+    def show_trial(tried: Tried) -> None:
         """Prints a finished trial, and moves the bar on."""
-        found = tried.measured
-        console.print(
-            f"{tried.number:4d}  accuracy {found.accuracy:6.1%}  "
-            f"{found.tokens_per_forward:6.2f} tokens/forward  "
-            f"{found.tokens_per_second:6.0f} tokens/s  {tried.rule}"
+        measured = tried.measured
+        progress.console.print(
+            f"{tried.number:4d}  accuracy {measured.accuracy:6.1%}  "
+            f"{measured.tokens_per_forward:6.2f} tokens/forward  "
+            f"{measured.tokens_per_second:6.0f} tokens/s  {tried.rule}"
         )
         progress.update(bar, completed=tried.number + 1)
 
-    with progress_bars(console) as progress:
-        bar = progress.add_task("trials", total=settings.trials)
-        tried = search(
-            partial / TRIALS_FILE,
-            space,
-            settings.trials,
-            lambda keys: measure(halves[0], keys),
-            say,
-        )
-        own = next(t for t in tried if t.is_own)
-        candidates = [own, *(t for t in pareto_front(tried) if t is not own)]
-        confirming = progress.add_task("confirming", total=len(candidates))
-        file, found = partial / CONFIRMED_FILE, []
-        known: dict[str, Any] = resumable.read_json(file) if file.exists() else {}
-        for candidate in candidates:
-            if (key := str(candidate.number)) not in known:
-                known[key] = asdict(measure(halves[1], candidate.keys))
-                resumable.write_json(file, known)
-            found.append(Measured.from_json(known[key]))
-            progress.advance(confirming)
+    bar = progress.add_task("trials", total=trials)
+    return search(folder / TRIALS_FILE, space, trials, measure, show_trial)
+
+
+def _confirm(
+    folder: Path,
+    tried: list[Tried],
+    measure: Callable[[Mapping[str, Value]], Measured],
+    progress: Progress,
+) -> list[Confirmed]:
+    """Measures the checkpoint's own settings and the best others again, on prompts that the search
+    has not used, and returns them by rising tokens per forward. Results are kept in `folder`, and
+    those of a stopped run are read from there."""
+    own = next(t for t in tried if t.is_own)
+    candidates = [own, *(t for t in pareto_front(tried) if t is not own)]
+    bar = progress.add_task("confirming", total=len(candidates))
+    file = folder / CONFIRMED_FILE
+    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for candidate in candidates:
+        if (key := str(candidate.number)) not in known:
+            known[key] = asdict(measure(candidate.keys))
+            resumable.write_json(file, known)
+        progress.advance(bar)
+    own_scores = known[str(own.number)]["scores"]
     confirmed = [
-        Confirmed.compared_with(found[0], candidate, measured)
-        for candidate, measured in zip(candidates, found, strict=True)
+        Confirmed.compared_with(own_scores, candidate, Measured(**known[str(candidate.number)]))
+        for candidate in candidates
     ]
-    return tried, sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
+    return sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
 
 
-def _write(
-    partial: Path,
-    checkpoint: Path,
-    space: Space,
-    settings: Settings,
-    tried: Sequence[Tried],
-    confirmed: Sequence[Confirmed],
-    console: Console,
+def _write_files(
+    folder: Path, checkpoint: Path, space: Space, settings: Settings, findings: Findings
 ) -> None:
-    """Chooses the settings, prints the table, and writes defaults.yaml, tune.json and tune.png into
-    `partial`."""
-    chosen = choose_settings(confirmed, settings.max_loss / 100)
-    own = next(c for c in confirmed if c.tried.is_own)
-    here = describe_machine()
-    prompts = f"{len(own.measured.scores)} prompts of {settings.task}"
-    console.print(report.as_table(confirmed, chosen, prompts))
-    extension = space.settings_for(chosen.tried.keys)
-    report.write_defaults(partial / "defaults.yaml", extension, chosen, own.measured, prompts)
+    """Writes defaults.yaml, tune.json and tune.png into `folder`."""
+    machine = describe_machine()
+    extension = space.settings_for(findings.chosen.tried.keys)
+    report.write_defaults(folder / "defaults.yaml", extension, findings)
     asked = {
         "checkpoint": str(checkpoint),
         "weights": sha256_sums(checkpoint),
-        "machine": here,
+        "machine": machine,
         "concurrency": settings.concurrency,
         "max_loss": settings.max_loss / 100,
     }
-    (partial / "tune.json").write_text(report.as_json(tried, confirmed, chosen, asked))
-    title = f"{checkpoint.name}: {len(tried)} trials, {prompts}; {here['device']}"
-    plot(tried, confirmed, chosen, title, partial / "tune.png")
+    (folder / "tune.json").write_text(report.as_json(findings, asked))
+    title = f"{checkpoint.name}: {len(findings.tried)} trials, {findings.prompts}"
+    report.save_plot(findings, f"{title}; {machine['device']}", folder / "tune.png")

@@ -3,8 +3,6 @@ JSON file, and settings for `vllm serve`."""
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from vllm_dllm.tools.evaluate.provenance import command
 from vllm_dllm.tools.tune.search import Measured, Tried
 
 Z_95, Z_97_5 = 1.959964, 2.241403  # normal quantiles of two-sided 95% and 97.5% intervals
@@ -64,16 +63,13 @@ class Confirmed:
     """How much the accuracy is above that of the checkpoint's own settings; as a share of 1."""
 
     @classmethod
-    def compared_with(cls, own: Measured, tried: Tried, measured: Measured) -> "Confirmed":
-        """Returns the settings `tried` with their results `measured`, compared with the
-        checkpoint's own results `own`. Both have the scores of the same prompts, in the same
-        order."""
-        return cls(
-            tried,
-            measured,
-            mean_interval(measured.scores),
-            difference_interval(measured.scores, own.scores),
-        )
+    def compared_with(
+        cls, own_scores: Sequence[float], tried: Tried, measured: Measured
+    ) -> "Confirmed":
+        """Returns the settings `tried` with their results `measured`, compared with the scores of
+        the checkpoint's own settings for the same prompts, in the same order."""
+        accuracy = mean_interval(measured.scores)
+        return cls(tried, measured, accuracy, difference_interval(measured.scores, own_scores))
 
 
 def choose_settings(confirmed: Sequence[Confirmed], max_loss: float) -> Confirmed:
@@ -83,25 +79,40 @@ def choose_settings(confirmed: Sequence[Confirmed], max_loss: float) -> Confirme
     return max(good, key=lambda c: (c.measured.tokens_per_forward, -c.tried.number))
 
 
-def as_table(confirmed: Sequence[Confirmed], chosen: Confirmed, prompts: str) -> Table:
-    """Returns a table with a row for each of the confirmed settings, in their order. `prompts` says
-    which prompts they were confirmed on."""
+@dataclass(frozen=True)
+class Findings:
+    """The result of a search."""
+
+    tried: Sequence[Tried]
+    confirmed: Sequence[Confirmed]  # by rising tokens per forward
+    chosen: Confirmed  # the settings that are written for `vllm serve`
+    prompts: str  # says which prompts the settings were confirmed on
+
+    @property
+    def own(self) -> Confirmed:
+        """The checkpoint's own settings."""
+        return next(c for c in self.confirmed if c.tried.is_own)
+
+
+def as_table(findings: Findings) -> Table:
+    """Returns a table with a row for each of the confirmed settings, in their order."""
     table = Table(
         box=SIMPLE_HEAD,
-        caption=f"On {prompts}. In brackets: 95% intervals, each for itself. * is written.",
+        caption=f"On {findings.prompts}. In brackets: 95% intervals, each for itself. * is "
+        f"written.",
         caption_justify="left",
     )
     table.add_column("trial")
     for heading in ("accuracy, %", "difference, points", "tokens/\nforward", "tokens/s"):
         table.add_column(heading, justify="right")
     table.add_column("settings", overflow="fold")
-    for row in confirmed:
+    for row in findings.confirmed:
         keys = (
             f"{key.removeprefix('diffusion_')} {value:{'.3g' if isinstance(value, float) else ''}}"
             for key, value in row.tried.keys.items()
         )
         table.add_row(
-            f"{row.tried.number}{' *' if row is chosen else ''}",
+            f"{row.tried.number}{' *' if row is findings.chosen else ''}",
             _format_interval(row.accuracy),
             "-" if row.tried.is_own else _format_interval(row.difference, "+"),
             f"{row.measured.tokens_per_forward:.2f}",
@@ -120,35 +131,33 @@ def _format_interval(interval: Interval, sign: str = "") -> str:
     )
 
 
-def write_defaults(
-    path: Path, extension: dict[str, Any], chosen: Confirmed, own: Measured, prompts: str
-) -> None:
-    """Writes a file for `vllm serve --config` with the settings `extension`. Comments in it say how
-    the settings were found, and how they compare with the checkpoint's own, `own`."""
+def write_defaults(path: Path, extension: dict[str, Any], findings: Findings) -> None:
+    """Writes a file for `vllm serve --config` with the extension's settings `extension`. Comments
+    in it say how they were found, and how they compare with the checkpoint's own."""
+    chosen = findings.chosen
     lines = [
         f"Made by: {command()}",
-        f"On {prompts}: accuracy {_format_interval(chosen.accuracy)} %, 95% interval in brackets;",
+        f"On {findings.prompts}: accuracy {_format_interval(chosen.accuracy)} %, 95% interval in "
+        f"brackets;",
         f"{_format_interval(chosen.difference, '+')} points beside the checkpoint's own settings.",
         f"{chosen.measured.tokens_per_forward:.2f} tokens a forward; the checkpoint's own: "
-        f"{own.tokens_per_forward:.2f}.",
+        f"{findings.own.measured.tokens_per_forward:.2f}.",
         f"vllm serve CHECKPOINT --config {path.name}",
     ]
     section = yaml.safe_dump({"additional-config": {"vllm_dllm": extension}}, sort_keys=False)
     path.write_text("".join(f"# {line}\n" for line in lines) + section)
 
 
-def as_json(
-    tried: Sequence[Tried], confirmed: Sequence[Confirmed], chosen: Confirmed, asked: dict[str, Any]
-) -> str:
+def as_json(findings: Findings, asked: dict[str, Any]) -> str:
     """Returns the contents of tune.json: the command, `asked`, all trials and the confirmed
     settings."""
 
-    def entry(keys: Tried, measured: Measured) -> dict[str, Any]:
+    def describe_trial(trial: Tried, measured: Measured) -> dict[str, Any]:
         """Returns what the file says of one trial, with the results `measured`."""
         return {
-            "trial": keys.number,
-            "own": keys.is_own,
-            "keys": dict(keys.keys),
+            "trial": trial.number,
+            "own": trial.is_own,
+            "keys": dict(trial.keys),
             "accuracy": measured.accuracy,
             "tokens_per_forward": measured.tokens_per_forward,
             "tokens_per_second": measured.tokens_per_second,
@@ -156,30 +165,22 @@ def as_json(
             "forwards": measured.forwards,
         }
 
-    def bounds(interval: Interval) -> list[float]:
-        return [interval.low, interval.high]
-
     content = {
         "command": command(),
         **asked,
-        "searched": [entry(t, t.measured) for t in tried],
+        "searched": [describe_trial(t, t.measured) for t in findings.tried],
         "confirmed": [
-            entry(c.tried, c.measured)
+            describe_trial(c.tried, c.measured)
             | {
-                "accuracy_95": bounds(c.accuracy),
+                "accuracy_95": [c.accuracy.low, c.accuracy.high],
                 "difference": c.difference.value,
-                "difference_95": bounds(c.difference),
-                "chosen": c is chosen,
+                "difference_95": [c.difference.low, c.difference.high],
+                "chosen": c is findings.chosen,
             }
-            for c in confirmed
+            for c in findings.confirmed
         ],
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def command() -> str:
-    """Returns the command that this process runs, quoted for a shell."""
-    return shlex.join(["vllm-dllm", *sys.argv[1:]])
 
 
 PANELS: list[tuple[str, Callable[[Measured], float]]] = [
@@ -188,13 +189,7 @@ PANELS: list[tuple[str, Callable[[Measured], float]]] = [
 ]
 
 
-def plot(
-    tried: Sequence[Tried],
-    confirmed: Sequence[Confirmed],
-    chosen: Confirmed,
-    title: str,
-    path: Path,
-) -> None:
+def save_plot(findings: Findings, title: str, path: Path) -> None:
     """Writes a picture to `path` with every trial of the search, and the confirmed settings'
     results on the prompts that the search has not used."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -202,21 +197,26 @@ def plot(
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (label, speed) in zip(panels, PANELS, strict=True):
         axes.scatter(
-            [speed(t.measured) for t in tried],
-            [100 * t.measured.accuracy for t in tried],
+            [speed(t.measured) for t in findings.tried],
+            [100 * t.measured.accuracy for t in findings.tried],
             color="0.75",
             label="trials, on the prompts of the search",
         )
-        ordered = sorted(confirmed, key=lambda c: speed(c.measured))
-        value = [100 * c.accuracy.value for c in ordered]
-        low = [100 * (c.accuracy.value - c.accuracy.low) for c in ordered]
-        high = [100 * (c.accuracy.high - c.accuracy.value) for c in ordered]
-        speeds = [speed(c.measured) for c in ordered]
-        label_front = "the front, on the other prompts, 95%"
-        axes.errorbar(speeds, value, (low, high), fmt="o-", capsize=3, label=label_front)
+        ordered = sorted(findings.confirmed, key=lambda c: speed(c.measured))
+        axes.errorbar(
+            [speed(c.measured) for c in ordered],
+            [100 * c.accuracy.value for c in ordered],
+            (
+                [100 * (c.accuracy.value - c.accuracy.low) for c in ordered],
+                [100 * (c.accuracy.high - c.accuracy.value) for c in ordered],
+            ),
+            fmt="o-",
+            capsize=3,
+            label="the front, on the other prompts, 95%",
+        )
         for marked, marker, name in (
-            (next(c for c in confirmed if c.tried.is_own), "s", "the checkpoint's own settings"),
-            (chosen, "*", "written to defaults.yaml"),
+            (findings.own, "s", "the checkpoint's own settings"),
+            (findings.chosen, "*", "written to defaults.yaml"),
         ):
             x, y = speed(marked.measured), 100 * marked.accuracy.value
             axes.scatter([x], [y], marker=marker, s=130, zorder=3, label=name)

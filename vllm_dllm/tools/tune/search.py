@@ -1,10 +1,9 @@
 """The search itself: trials of settings, which are kept in a file, and the choice of the best
 trials."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.samplers import TPESampler
@@ -23,7 +22,7 @@ _UNBROKEN = (TrialState.COMPLETE, TrialState.WAITING)
 class Measured:
     """What the server did with some prompts, and how good its answers were."""
 
-    scores: tuple[float, ...]
+    scores: Sequence[float]
     """One score from 0 to 1 per prompt, in the order of the prompts."""
     tokens: int
     """Generated tokens, up to and including the end of each answer."""
@@ -47,11 +46,6 @@ class Measured:
         """Generated tokens per second of all concurrent prompts together."""
         return self.tokens / self.seconds
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Measured":
-        """Returns the value whose fields were stored as JSON."""
-        return cls(**{**fields, "scores": tuple(fields["scores"])})
-
 
 @dataclass(frozen=True)
 class Tried:
@@ -73,9 +67,8 @@ class Tried:
     def from_trial(cls, trial: FrozenTrial) -> "Tried":
         """Returns a finished trial of Optuna in our form."""
         kept = trial.user_attrs
-        return cls(
-            trial.number, kept["keys"], Measured.from_json(kept["measured"]), kept.get(PRESET) == 0
-        )
+        measured = Measured(**kept["measured"])
+        return cls(trial.number, kept["keys"], measured, is_own=kept.get(PRESET) == 0)
 
 
 def search(
@@ -100,19 +93,18 @@ def search(
     for number, parameters in enumerate(space.presets()):
         if number not in known:
             study.enqueue_trial(parameters, user_attrs={PRESET: number})
-    while len(_finished(study)) < trials:
+    while len(_finished_trials(study)) < trials:
         trial = study.ask()
         keys = space.suggest(trial)
         measured = measure(keys)
         trial.set_user_attr("keys", keys)
         trial.set_user_attr("measured", asdict(measured))
-        on_trial(
-            Tried.from_trial(study.tell(trial, [measured.accuracy, measured.tokens_per_forward]))
-        )
-    return _finished(study)
+        finished = study.tell(trial, [measured.accuracy, measured.tokens_per_forward])
+        on_trial(Tried.from_trial(finished))
+    return _finished_trials(study)
 
 
-def _finished(study: optuna.Study) -> list[Tried]:
+def _finished_trials(study: optuna.Study) -> list[Tried]:
     """Returns the finished trials of a study, in their order."""
     states = (TrialState.COMPLETE,)
     return [Tried.from_trial(trial) for trial in study.get_trials(deepcopy=False, states=states)]

@@ -36,21 +36,17 @@ verified drafts, and the threshold of Fast-dLLM v2's demonstrations."""
 
 
 class Space:
-    """The values that are tried. They lie around what a checkpoint's own files say.
-
-    Args:
-        checkpoint: its folder, with config.json and generation_config.json.
-        serve_options: those that the user gave for `vllm serve`. If they have an
-            `--additional-config` or `--config`, blocks in flight stay as these say, and are not
-            searched.
-
-    Raises:
-        InputError: the checkpoint is not a diffusion model, or a file lacks a value.
-    """
+    """The values that are tried. They lie around what a checkpoint's own files say."""
 
     def __init__(self, checkpoint: Path, serve_options: Sequence[str] = ()) -> None:
-        """Reads the checkpoint's files. See the class for the arguments and errors."""
-        config = _read(checkpoint / "config.json")
+        """Reads config.json and generation_config.json in the folder `checkpoint`. If the user's
+        `serve_options` have an `--additional-config` or `--config`, blocks in flight stay as these
+        say, and are not searched.
+
+        Raises:
+            InputError: the checkpoint is not a diffusion model, or a file lacks a value.
+        """
+        config = _read_json(checkpoint / "config.json")
         names = config.get("architectures") or [""]
         self._family = family_of(names[0], SimpleNamespace(**config))
         self._published = () if self._family is LLADA22 else _PUBLISHED.get(names[0], ())
@@ -61,12 +57,11 @@ class Space:
         self._has_blocks_in_flight = (
             self._family is not None and self._family.allows_blocks_in_flight and is_open
         )
-        self._config: DenoiseConfig | None = None
+        self._config: DenoiseConfig | None = None  # of a model that is not a masked one
         if self._family is None:
+            own = _read_json(checkpoint / "generation_config.json")
             try:
-                self._config = DenoiseConfig.from_generation_config(
-                    _read(checkpoint / "generation_config.json")
-                )
+                self._config = DenoiseConfig.from_generation_config(own)
             except ValueError as error:
                 raise InputError(
                     f"'{checkpoint}' has no settings of a diffusion model to start from: {error}"
@@ -100,25 +95,24 @@ class Space:
         family's authors recommend, verified drafts, and the checkpoint's own with
         `BLOCKS_IN_FLIGHT` blocks in flight."""
         own = self.own()
-        found = [own, *(own | dict(change) for change in self._published)]
+        presets = [own, *(own | dict(change) for change in self._published)]
         if self._has_verified:
-            found.append(own | {"acceptance": "verified"})
+            presets.append(own | {"acceptance": "verified"})
         if self._has_blocks_in_flight:
-            found.append(own | {"blocks_in_flight": BLOCKS_IN_FLIGHT})
-        return found
+            presets.append(own | {"blocks_in_flight": BLOCKS_IN_FLIGHT})
+        return presets
 
     def own(self) -> dict[str, Value]:
         """Returns the parameters of the trial with the checkpoint's own settings."""
-        if self._config is None:
+        if (config := self._config) is None:
             assert self._family is not None
-            found: dict[str, Value] = {"mode": "diffusion"} if self._family.is_causal else {}
-            found |= {"acceptance": "confidence", "accept_probability": self._family.threshold}
+            own: dict[str, Value] = {"mode": "diffusion"} if self._family.is_causal else {}
+            own |= {"acceptance": "confidence", "accept_probability": self._family.threshold}
             if self._has_edits:
-                found["edits"] = 0
+                own["edits"] = 0
             if self._has_blocks_in_flight:
-                found["blocks_in_flight"] = 1
-            return found
-        config = self._config
+                own["blocks_in_flight"] = 1
+            return own
         return {
             "acceptance": "entropy_bound",
             "entropy_bound": config.entropy_bound,
@@ -131,18 +125,25 @@ class Space:
         }
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
-        """Returns the keys of one trial, with values that Optuna chooses. An acceptance rule comes
-        with its own parameter only, and drafts that are verified come with none."""
+        """Returns the keys of one trial, with values that Optuna chooses."""
         if self._family is not None and self._family.is_causal:  # can decode token by token, too
             mode = trial.suggest_categorical("mode", ("diffusion", "self_speculation"))
             if mode != "diffusion":
                 return {"diffusion_mode": mode}
+        keys = self._suggest_acceptance(trial)
+        return keys if self._config is None else keys | _suggest_finish(trial, self._config)
+
+    def _suggest_acceptance(self, trial: optuna.trial.BaseTrial) -> dict[str, Value]:
+        """Returns the key of an acceptance rule and those of the rule's own parameters, which
+        verified drafts do not have."""
         choices = (*_CHOICES, "verified") if self._has_verified else _CHOICES
         rule = trial.suggest_categorical("acceptance", choices)
         keys: dict[str, Value] = {"diffusion_acceptance": rule}
         bound = MASKED_ENTROPY_BOUND if self._config is None else self._config.entropy_bound
         if rule == "entropy_bound":
-            keys["diffusion_entropy_bound"] = _log(trial, "entropy_bound", bound, 0.1, 30)
+            keys["diffusion_entropy_bound"] = _suggest_around(
+                trial, "entropy_bound", bound, 0.1, 30
+            )
         elif rule == "confidence":
             probability = trial.suggest_float("accept_probability", 0.5, 1.0)
             keys["diffusion_accept_probability"] = probability
@@ -156,35 +157,40 @@ class Space:
         elif rule == "top_k":
             tokens = trial.suggest_int("accept_tokens", 1, _MOST_TOKENS, log=True)
             keys["diffusion_accept_tokens"] = tokens
-        if (config := self._config) is None:
-            return keys
-        # What masked models lack: temperatures, and what decides when a canvas is finished.
-        t_max = trial.suggest_float("t_max", 0.25 * config.t_max, 2 * config.t_max)
-        share = trial.suggest_float("t_min_share", 0.1, 1)
-        most_steps = config.max_denoising_steps
-        return keys | {
-            "diffusion_max_steps": trial.suggest_int(
-                "max_steps", min(2, most_steps), most_steps, log=True
-            ),
-            "diffusion_t_max": t_max,
-            "diffusion_t_min": share * t_max,
-            "diffusion_confidence_threshold": _log(
-                trial, "confidence_threshold", config.confidence_threshold, 0.1, 100
-            ),
-            "diffusion_stability_threshold": trial.suggest_int(
-                "stability_threshold", 0, max(2, config.stability_threshold)
-            ),
-            "diffusion_judge_answer_only": trial.suggest_categorical("judge_answer_only", (0, 1)),
-        }
+        return keys
 
 
-def _log(trial: optuna.trial.BaseTrial, name: str, own: float, least: float, most: float) -> float:
+def _suggest_finish(trial: optuna.trial.BaseTrial, config: DenoiseConfig) -> dict[str, Value]:
+    """Returns the keys that masked models lack: temperatures, and what decides when a canvas is
+    finished. Values lie around the checkpoint's own, `config`."""
+    t_max = trial.suggest_float("t_max", 0.25 * config.t_max, 2 * config.t_max)
+    share = trial.suggest_float("t_min_share", 0.1, 1)
+    most_steps = config.max_denoising_steps
+    return {
+        "diffusion_max_steps": trial.suggest_int(
+            "max_steps", min(2, most_steps), most_steps, log=True
+        ),
+        "diffusion_t_max": t_max,
+        "diffusion_t_min": share * t_max,
+        "diffusion_confidence_threshold": _suggest_around(
+            trial, "confidence_threshold", config.confidence_threshold, 0.1, 100
+        ),
+        "diffusion_stability_threshold": trial.suggest_int(
+            "stability_threshold", 0, max(2, config.stability_threshold)
+        ),
+        "diffusion_judge_answer_only": trial.suggest_categorical("judge_answer_only", (0, 1)),
+    }
+
+
+def _suggest_around(
+    trial: optuna.trial.BaseTrial, name: str, own: float, least: float, most: float
+) -> float:
     """Returns a value between `least` and `most` times the checkpoint's own, on a logarithmic
     scale."""
     return trial.suggest_float(name, least * own, most * own, log=True)
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read_json(file: Path) -> Mapping[str, Any]:
     """Returns the JSON object in a file; {} if the file does not exist. Raises InputError if it is
     not JSON."""
     try:

@@ -16,7 +16,7 @@ from tests.processes import HANGS_S, is_running, wait_for
 from tests.unit.tools.demo.recorded import RECORDED
 from tests.unit.tools.stub_server import STUB, write_checkpoint
 from vllm_dllm import cli
-from vllm_dllm.tools import demo
+from vllm_dllm.tools import server_process
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.questions import PICTURE_QUESTIONS, questions_for
 from vllm_dllm.tools.server_process import choose_port
@@ -33,7 +33,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def command(checkpoint: Path, port: int, *options: str) -> list[str]:
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-    monkeypatch.setattr(demo, "serve_command", command)
+    monkeypatch.setattr(server_process, "serve_command", command)
     return folder
 
 
@@ -79,8 +79,8 @@ def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> No
     script = (
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import sys; from vllm_dllm import cli; from vllm_dllm.tools import demo; "
-        f"demo.serve_command = lambda *given: [sys.executable, '-c', {forever!r}]; "
+        "import sys; from vllm_dllm import cli; from vllm_dllm.tools import server_process; "
+        f"server_process.serve_command = lambda *given: [sys.executable, '-c', {forever!r}]; "
         f"sys.exit(cli.main(['demo', {str(tmp_path)!r}]))"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -18,6 +18,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.tools.demo.recorded import PIXELS, RECORDED, event, steps
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.picture import save_picture, select_evenly
 from vllm_dllm.tools.demo.questions import (
     PICTURE_QUESTIONS,
     TEXT_QUESTIONS,
@@ -128,7 +129,7 @@ def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
 
 def test_picture(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "canvas.svg"
-    drawing.save_picture(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
+    save_picture(path, Question("Sort: <dog> & cat"), steps(*RECORDED))
     texts = [element.text for element in ElementTree.parse(path).iter() if element.text]
     words = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
     assert "Sort: <dog> & cat" in words
@@ -142,7 +143,7 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
     path = tmp_path / "canvas.svg"
     heights = []
     for question in (Question(with_picture.text), with_picture):
-        drawing.save_picture(path, question, steps(*RECORDED))
+        save_picture(path, question, steps(*RECORDED))
         root = ElementTree.parse(path).getroot()
         heights.append(float(root.attrib["viewBox"].split()[3]))
         shown = list(root.iter("{http://www.w3.org/2000/svg}image"))
@@ -156,13 +157,13 @@ def test_picture_of_a_question_about_a_picture(tmp_path: Path, with_picture: Que
 
 def test_a_picture_of_a_model_that_is_sure(tmp_path: Path) -> None:
     sure = steps(*(step | {"mean_entropy": 0.0} for step in RECORDED))
-    drawing.save_picture(tmp_path / "canvas.svg", Question("Sort: b a"), sure)
+    save_picture(tmp_path / "canvas.svg", Question("Sort: b a"), sure)
     assert "0.000" in (tmp_path / "canvas.svg").read_text()
 
 
 def test_a_picture_shows_both_ends_of_many_steps() -> None:
     many = steps(*(RECORDED[0] | {"step": number} for number in range(1, 49)))
-    numbers = [step.number for step in drawing.select_evenly(many, 28)]
+    numbers = [step.number for step in select_evenly(many, 28)]
     assert len(numbers) == 28 and numbers[0] == 1 and numbers[-1] == 48
     assert numbers == sorted(set(numbers))
 

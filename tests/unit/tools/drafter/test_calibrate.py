@@ -12,16 +12,16 @@ import torch
 from vllm_dllm.cli import main
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter import calibrate
+from vllm_dllm.tools.drafter import calibrate, measurements
 from vllm_dllm.tools.drafter.calibrate import train_predictor
-from vllm_dllm.tools.drafter.offline import (
+from vllm_dllm.tools.drafter.measurements import (
     Measurements,
     candidate_sizes,
     measure,
     measure_in_parts,
-    replay,
     split_prompts,
 )
+from vllm_dllm.tools.drafter.offline import replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.report import build_report, describe
 from vllm_dllm.tools.drafter.sequences import complete
@@ -208,7 +208,7 @@ def test_goes_on_where_it_was_interrupted(
             raise Interruption
         return measure(*args, **options)
 
-    monkeypatch.setattr(calibrate, "measure", measure_twice)
+    monkeypatch.setattr(measurements, "measure", measure_twice)
     with pytest.raises(Interruption):
         command()
     status, out = command()

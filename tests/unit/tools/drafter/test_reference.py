@@ -20,7 +20,7 @@ FP64 = tolerances.within(tolerances.sum_error(1000, torch.float64), size=10.0)
 
 @pytest.fixture(scope="module")
 def drafter(drafter_folder: Path) -> DFlashDrafter:
-    return load_drafter(drafter_folder, torch.float64)
+    return load_drafter(drafter_folder).double()
 
 
 @pytest.fixture

@@ -96,7 +96,8 @@ def test_goes_on_behind_the_last_whole_line(tmp_path: Path, prompts: list[list[i
 
 def test_leaves_out_answers_without_an_anchor(tmp_path: Path, prompts: list[list[int]]) -> None:
     path = tmp_path / "completions.jsonl"
-    assert collect(prompts, lambda batch: [[EOS_ID] for _ in batch], path) == []
+    with pytest.raises(InputError, match="prompts with two tokens or more: give"):
+        collect(prompts, lambda batch: [[EOS_ID] for _ in batch], path)
 
 
 @pytest.fixture

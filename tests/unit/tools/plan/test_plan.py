@@ -53,7 +53,7 @@ def test_keys_and_values_take_what_vllm_says(folder_26b: Path, context: int) -> 
         if isinstance(spec, SlidingWindowSpec):
             blocks = spec.max_admission_blocks_per_request(shape.canvas_length, context)
         expected += blocks * spec.page_size_bytes
-    assert shape.kv_bytes(context, element_bytes=2, ranks=1, block_size=BLOCK) == expected
+    assert shape.kv_bytes(context, element_bytes=2, ranks=1) == expected
 
 
 def test_26b_by_hand(folder_26b: Path) -> None:
