@@ -58,12 +58,6 @@ def only_token(mask: np.ndarray) -> int | None:
     return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
-BestLegalToken = Callable[[int, np.ndarray], tuple[int, float]]
-"""(row, mask [W] uint32 of at least one token) -> the most probable token of the mask, and its
-log-probability."""
-MoreTokens = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
-log-probabilities [k] fp32."""
 MORE_TOKENS = 512
 _ENOUGH_PROBABILITY = 0.9
 """If the K tokens of a row have at least this probability together, a search looks at them
@@ -76,8 +70,12 @@ class CanvasRows:
 
     tokens: np.ndarray  # [L, K] int64, the most probable first
     logprobs: np.ndarray  # [L, K] fp32
-    best_legal: BestLegalToken  # for rows whose K tokens are all illegal
-    more: MoreTokens  # for rows whose K tokens have little probability
+    best_legal: Callable[[int, np.ndarray], tuple[int, float]]
+    """(row, mask [W] uint32 of at least one token) -> the most probable token of the mask, and its
+    log-probability. For rows whose K tokens are all illegal."""
+    more: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    """row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
+    log-probabilities [k] fp32. For rows whose K tokens have little probability."""
 
     def candidates(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens [k] int64 of a row that a search for a cheap path looks at, and their

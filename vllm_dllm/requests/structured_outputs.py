@@ -34,7 +34,7 @@ from vllm_dllm.grammar.compiler import (
 from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
-from vllm_dllm.grammar.reasoning import Reasoning
+from vllm_dllm.grammar.state import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
