@@ -5,7 +5,7 @@ legal. In each step `canvas.py` finds a legal path through the rows, and cuts it
 can still be completed:
 
 - `walk.py` goes along the best guesses and repairs what the grammar rejects. Where that is
-  improbable, `best_first_search.py` looks for a better path, then by a beam.
+  improbable, `path_search.py` looks for a better path, first best-first, then by a beam.
 - `completion.py` searches for completions.
 - `revealed_run.py` does both for masked models, whose tokens stay once they are revealed.
 

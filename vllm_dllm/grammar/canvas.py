@@ -7,12 +7,12 @@ no other completion.
 
 from dataclasses import dataclass
 
-from vllm_dllm.grammar.best_first_search import beam_search, best_first_search
 from vllm_dllm.grammar.completion import (
     find_completion,
     find_completion_quickly,
     search_shortest_first,
 )
+from vllm_dllm.grammar.path_search import beam_search, best_first_search
 from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, trace_path, walk_best_guesses
@@ -108,8 +108,8 @@ def constrain_canvas(
     Raises:
         StuckError: no token is legal and no completion is known, or the matcher has given up.
     """
-    num_rows = min(len(rows), num_tokens)
-    path, end = find_cheap_path(start, rows, num_rows)
+    rows = rows.first(num_tokens)
+    path, end = find_cheap_path(start, rows)
     tokens = cut_to_fit(start, path, end, num_tokens)
     if tokens is None and path.is_stuck:
         raise StuckError("no token is legal")
@@ -117,15 +117,13 @@ def constrain_canvas(
         if stop is not None:
             tokens = [*tokens, stop]
         end = start.copy()
-        path = trace_path(end, rows, tokens[:num_rows])
+        path = trace_path(end, rows, tokens[: len(rows)])
     return ConstrainedCanvas(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)
 
 
-def find_cheap_path(
-    start: GrammarState, rows: CanvasRows, num_rows: int
-) -> tuple[LegalPath, GrammarState]:
-    """Returns a legal path through at most the first `num_rows` rows, and the grammar's state after
-    it. Does not move `start`.
+def find_cheap_path(start: GrammarState, rows: CanvasRows) -> tuple[LegalPath, GrammarState]:
+    """Returns a legal path through the rows, up to the answer's end, and the grammar's state after
+    the path. Does not move `start`.
 
     The path is the walk along the best guesses. If the walk is stuck, or its repairs cost more than
     `MAX_WALK_COST_NATS`, a search may replace it by a cheaper path.
@@ -134,14 +132,13 @@ def find_cheap_path(
         StuckError: the matcher has given up.
     """
     end = start.copy()
-    path = walk_best_guesses(end, rows, num_rows)
+    path = walk_best_guesses(end, rows)
     if path.confident_cost_nats <= MAX_WALK_COST_NATS and not path.is_stuck:
         return path, end
     first_repair = len(path.tokens) if path.first_repair is None else path.first_repair
     num_kept = max(path.num_reasoning, first_repair - _ROWS_BEFORE_REPAIR)
     prefix = path.tokens[:num_kept]
-    found = best_first_search(start, rows, num_rows, prefix)
-    found = found or beam_search(start, rows, num_rows, prefix)
+    found = best_first_search(start, rows, prefix) or beam_search(start, rows, prefix)
     if found is None or (found.cost_nats >= path.cost_nats and not path.is_stuck):
         return path, end
     end = start.copy()

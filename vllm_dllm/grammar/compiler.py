@@ -8,8 +8,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.reasoning import Reasoning
-from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.grammar.state import GrammarState, Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 _MAX_BYTES = {"json": 128 << 10, "structural_tag": 128 << 10, "choice": 64 << 10}
@@ -48,35 +47,36 @@ class GrammarCompiler:
         reasoning: Reasoning | None = None,
     ) -> GrammarState:
         """Returns the state before the first token of an answer, for the grammar `text` in
-        llguidance's form. Compiles the grammar if it is not cached.
+        llguidance's form. Raises GrammarError if the grammar is wrong, or no text satisfies it.
 
         The tokens `stops`, and the tokenizer's EOS, end the answer where the grammar is complete.
         Excluded tokens do not end it. While the answer has fewer than `min_tokens` tokens and can
-        go on, no token ends it.
-
-        Raises:
-            GrammarError: the grammar is wrong, or no text satisfies it.
+        go on, no token ends it. `reasoning` None: the answer begins at once.
         """
+        ends = stops | {self.vocabulary.tokenizer.eos_token}
+        if exclusions is not None:
+            ends = frozenset(end for end in ends if not exclusions.excludes(end, ()))
+        matcher = self._compile(text).deep_copy()
+        return GrammarState(matcher, self.vocabulary, ends, exclusions, min_tokens, reasoning)
+
+    def _compile(self, text: str) -> LLMatcher:
+        """Returns the matcher of a grammar, which nothing may move. Compiles it if it is not
+        cached. Raises GrammarError if the grammar is wrong, or no text satisfies it."""
         with self._lock:
             matcher = self._compiled.get(text)
             if matcher is not None:
                 self._compiled.move_to_end(text)
-        if matcher is None:
-            matcher = LLMatcher(self.vocabulary.tokenizer, text, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # finds out whether anything may come first
-            if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-                raise GrammarError(_describe_error(matcher.get_error()))
-            with self._lock:
-                self._compiled[text] = matcher
-                while len(self._compiled) > _MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-        ends = stops | {self.vocabulary.tokenizer.eos_token}
-        if exclusions is not None:
-            ends = frozenset(end for end in ends if not exclusions.excludes(end, ()))
-        return GrammarState(
-            matcher.deep_copy(), self.vocabulary, ends, exclusions, min_tokens, reasoning
-        )
+                return matcher
+        matcher = LLMatcher(self.vocabulary.tokenizer, text, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds out whether anything may come first
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            raise GrammarError(_describe_error(matcher.get_error()))
+        with self._lock:
+            self._compiled[text] = matcher
+            while len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
 
 
 def check_grammar_size(kind: str, spec: str) -> None:

@@ -7,7 +7,7 @@ quotation marks and come in the order in which the model's template writes them.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -22,7 +22,9 @@ _SOME_TEXT = r"/(?s:.+)/"
 _KEY = r"/[A-Za-z_][A-Za-z0-9_]*/"
 _PLAIN_KEY = re.compile(r"[^:{}\[\],\"'<>\s]+")
 _NO_SPACES = {"x-guidance": {"whitespace_flexible": False}}
+_COMMA = ' "," '  # a literal between two parts of a rule
 _DEEPEST = 200
+"""The most keys and indices of a schema's path."""
 _ANYTHING = "anything"  # no reference, which would begin with "#"
 
 
@@ -161,10 +163,10 @@ class _ArgumentRules:
             self._value_rule(one, f"{path}/prefixItems/{i}") for i, one in enumerate(first[:most])
         ]
         if ones and least <= len(ones):
-            return f'"[" {_join_with_commas(ones)} "]"'
+            return f'"[" {_COMMA.join(ones)} "]"'
         item = self._value_rule(items, f"{path}/items")
         if ones:
-            return f'"[" {_join_with_commas([*ones, *[item] * (least - len(ones))])} "]"'
+            return f'"[" {_COMMA.join([*ones, *[item] * (least - len(ones))])} "]"'
         rest = _repeat(f'"," {item}', least - 1, None if most is None else most - 1)
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
 
@@ -230,11 +232,6 @@ def _key_literal(name: str, path: str) -> str:
     return f'{QUOTE} {quote_literal(name)} {QUOTE} ":"'
 
 
-def _join_with_commas(parts: Iterable[str]) -> str:
-    """Returns a part of a Lark rule: the given parts with the literal `","` between them."""
-    return ' "," '.join(parts)
-
-
 def _repeat(rule: str, least: int, most: int | None) -> str:
     """Returns a part of a Lark rule: `least` to `most` repetitions of `rule`. `most` None: any
     number from `least` on."""
@@ -253,9 +250,9 @@ def _value_literal(value: Any, path: str) -> str:
             raise SchemaError(f"{path} has a text with {QUOTE} in it, got {value!r}")
         return f"{QUOTE} {quote_literal(value)} {QUOTE}" if value else f"{QUOTE} {QUOTE}"
     if isinstance(value, list):
-        return f'"[" {_join_with_commas([_value_literal(one, path) for one in value])} "]"'
+        return f'"[" {_COMMA.join(_value_literal(one, path) for one in value)} "]"'
     if isinstance(value, dict):
         keys = sorted(value, key=str.lower)
         pairs = [f"{_key_literal(name, path)} {_value_literal(value[name], path)}" for name in keys]
-        return f'"{{" {_join_with_commas(pairs)} "}}"'
+        return f'"{{" {_COMMA.join(pairs)} "}}"'
     return quote_literal(json.dumps(value))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_dllm.grammar.canvas import cut_to_fit
-from vllm_dllm.grammar.rows import LegalPath, has_one_token, mask_of_tokens, only_token
+from vllm_dllm.grammar.rows import LegalPath, mask_of_tokens, only_token
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, mask_with_few_spaces
 
@@ -72,10 +72,10 @@ def reveal_run(
         StuckError: no token is legal, or the matcher has given up.
     """
     max_tokens = min(num_rows - first, num_tokens)
-    end, path = state.copy(), LegalPath()
-    _extend_run(end, choose_candidate, first, max_tokens, rule, path)
-    closing = cut_to_fit(state, path, end, num_tokens)
-    tokens, is_cut = path.tokens, False
+    end = state.copy()
+    tokens = _choose_run(end, choose_candidate, first, max_tokens, rule)
+    closing = cut_to_fit(state, LegalPath(tokens), end, num_tokens)
+    is_cut = False
     if closing is not None:
         pairs = zip(tokens, closing, strict=False)
         num_kept = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -87,34 +87,31 @@ def reveal_run(
     return Run(tokens, is_cut)
 
 
-def _extend_run(
-    state: GrammarState,
+def _choose_run(
+    state: GrammarState,  # at the row `first`; moved to the end of the run
     choose_candidate: ChooseCandidate,
     first: int,
     max_tokens: int,
     rule: RunRule,
-    path: LegalPath,
-) -> None:
-    """Appends at most `max_tokens` tokens to `path`, as far as the rule reveals them. Moves `state`
-    past them.
+) -> list[int]:
+    """Returns the legal tokens from the row `first` on that the rule reveals, at most `max_tokens`.
 
     Raises:
         StuckError: no token is legal at the row `first`, or the matcher has given up.
     """
+    tokens: list[int] = []
     summed_nats, part = 0.0, rule.part_length
     for row in range(first, first + max_tokens):
-        is_due = len(path.tokens) < max(rule.min_tokens, 1)
+        is_due = len(tokens) < max(rule.min_tokens, 1)
         is_next_part = part is not None and (rule.block_offset + row) % part == 0
         if state.has_ended or (is_next_part and not is_due):
-            return
+            break
         mask = mask_with_few_spaces(state)
         if not mask.any():
-            if not path.tokens:
+            if not tokens:
                 raise StuckError("no token is legal")
-            return
-        if has_one_token(mask):
-            token = only_token(mask)
-        else:
+            break
+        if (token := only_token(mask)) is None:
             # Where the model would stop inside of its reasoning, it ends the reasoning.
             ends = state.reasoning_ends()
             if ends and choose_candidate(row, None).token in state.stops:
@@ -123,7 +120,8 @@ def _extend_run(
             token, summed_nats = candidate.token, summed_nats + candidate.entropy_nats
             is_sure = candidate.probability > rule.threshold
             if not (is_due or is_sure or summed_nats < rule.entropy_bound_nats):
-                return
+                break
         consumed = state.consume_token(token)
         assert consumed, f"the mask has token {token}, which the grammar then rejects"
-        path.tokens.append(token)
+        tokens.append(token)
+    return tokens

@@ -5,8 +5,7 @@ legend in `vllm_dllm.grammar`). Functions whose name ends in `_` change the mask
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -52,28 +51,13 @@ def has_token(mask: np.ndarray, token: int) -> bool:
     return bool(mask.item(token >> 5) >> (token & 31) & 1)
 
 
-def has_one_token(mask: np.ndarray) -> bool:
-    """Returns whether exactly one token is in the mask [W] uint32, so that the grammar forces
-    it."""
-    return int.from_bytes(mask.tobytes()).bit_count() == 1
+def only_token(mask: np.ndarray) -> int | None:
+    """Returns the token that a grammar forces: the one token in the mask [W] uint32. Returns None
+    if the mask has no token or several."""
+    bits = int.from_bytes(mask.tobytes(), "little")
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
-def only_token(mask: np.ndarray) -> int:
-    """Returns the token of a mask [W] uint32 that has exactly one.
-
-    Raises:
-        ValueError: no word of the mask has a token, or several have one.
-    """
-    (place,) = np.flatnonzero(mask)
-    return int(place) * 32 + int(mask[place]).bit_length() - 1
-
-
-BestLegalToken = Callable[[int, np.ndarray], tuple[int, float]]
-"""(row, mask [W] uint32 of at least one token) -> the most probable token of the mask, and its
-log-probability."""
-MoreTokens = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
-log-probabilities [k] fp32."""
 MORE_TOKENS = 512
 _ENOUGH_PROBABILITY = 0.9
 """If the K tokens of a row have at least this probability together, a search looks at them
@@ -86,8 +70,12 @@ class CanvasRows:
 
     tokens: np.ndarray  # [L, K] int64, the most probable first
     logprobs: np.ndarray  # [L, K] fp32
-    best_legal: BestLegalToken  # for rows whose K tokens are all illegal
-    more: MoreTokens  # for rows whose K tokens have little probability
+    best_legal: Callable[[int, np.ndarray], tuple[int, float]]
+    """(row, mask [W] uint32 of at least one token) -> the most probable token of the mask, and its
+    log-probability. For rows whose K tokens are all illegal."""
+    more: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    """row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
+    log-probabilities [k] fp32. For rows whose K tokens have little probability."""
 
     def candidates(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens [k] int64 of a row that a search for a cheap path looks at, and their
@@ -96,16 +84,12 @@ class CanvasRows:
             return self.tokens[row], self.logprobs[row]
         return self.more(row)
 
+    def first(self, num_rows: int) -> "CanvasRows":
+        """Returns the predictions for the first `num_rows` rows."""
+        return replace(self, tokens=self.tokens[:num_rows], logprobs=self.logprobs[:num_rows])
+
     def __len__(self) -> int:
         return len(self.tokens)
-
-
-class FoundPath(NamedTuple):
-    """The tokens of a path that a search has found: one for each row, beginning at the canvas'
-    first."""
-
-    tokens: list[int]
-    cost_nats: float  # summed log-probability of the rows' best guesses, minus that of the tokens
 
 
 @dataclass

@@ -9,9 +9,9 @@ import numpy as np
 from vllm_dllm.grammar.rows import (
     CanvasRows,
     LegalPath,
-    has_one_token,
     has_token,
     mask_of_tokens,
+    only_token,
     pack_mask,
     unpack_mask,
 )
@@ -31,10 +31,10 @@ class StuckError(RuntimeError):
     llguidance."""
 
 
-def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> LegalPath:
-    """Returns a legal path through the first `num_rows` rows: each row's best guess, or where that
-    is illegal the row's most probable legal token. Moves `state` to the path's end. The path stops
-    early where the answer ends, or with `is_stuck` where no token is legal.
+def walk_best_guesses(state: GrammarState, rows: CanvasRows) -> LegalPath:
+    """Returns a legal path through the rows: each row's best guess, or where that is illegal the
+    row's most probable legal token. Moves `state` to the path's end. The path stops early where the
+    answer ends, or with `is_stuck` where no token is legal.
 
     Successive rows that the model is sure of are consumed in one call. Every other row has its mask
     computed, which the row's entropy and candidate need anyway.
@@ -43,31 +43,27 @@ def walk_best_guesses(state: GrammarState, rows: CanvasRows, num_rows: int) -> L
         StuckError: the matcher has given up.
     """
     path = LegalPath()
-    unsure = find_unsure_rows(state, rows, num_rows)
+    unsure = find_unsure_rows(state, rows)
     guesses, best = rows.tokens[:, 0].tolist(), rows.logprobs[:, 0].tolist()
-    row = _walk_reasoning(state, rows, num_rows, path)
-    while row < num_rows and not state.has_ended and not path.is_stuck:
+    _walk_reasoning(state, rows, path)
+    while len(path.tokens) < len(rows) and not state.has_ended and not path.is_stuck:
+        row = len(path.tokens)
         next_unsure = int(unsure[np.searchsorted(unsure, row)])
         if next_unsure > row:
-            count = state.consume_tokens(guesses[row:next_unsure])
-            path.tokens += guesses[row : row + count]
-            path.logprobs += best[row : row + count]
-            row += count
-            if row == num_rows:
-                break
-        if not _append_best_legal_token(state, rows, row, path):
-            path.is_stuck = True
-            break
-        row += 1
+            end = row + state.consume_tokens(guesses[row:next_unsure])
+            path.tokens += guesses[row:end]
+            path.logprobs += best[row:end]
+        if len(path.tokens) < len(rows):
+            _append_best_legal_token(state, rows, path)
     return path
 
 
-def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: LegalPath) -> int:
-    """Appends the best guesses of the rows of reasoning to `path`. A stop token gives way to a
-    token that ends the reasoning. Returns the first row after the reasoning, 0 if there is none.
-    Moves `state`, and sets `path.is_stuck` where no token is legal."""
-    row = 0
-    while row < num_rows and state.reasoning is not None:
+def _walk_reasoning(state: GrammarState, rows: CanvasRows, path: LegalPath) -> None:
+    """Appends the best guesses of the rows of reasoning to the empty `path`. A stop token gives way
+    to a token that ends the reasoning. Moves `state`, and sets `path.is_stuck` where no token is
+    legal."""
+    while path.num_reasoning < len(rows) and state.reasoning is not None:
+        row = path.num_reasoning
         guess = int(rows.tokens[row, 0])
         token: int | None = guess
         if not state.allows_token(guess):
@@ -78,36 +74,34 @@ def _walk_reasoning(state: GrammarState, rows: CanvasRows, num_rows: int, path: 
             token = None if choice is None else choice.token
         if token is None or not state.consume_token(token):
             path.is_stuck = True
-            break
+            return
         path.tokens.append(token)
         path.logprobs.append(_token_logprob(state, rows, row, token))
-        row += 1
-    path.num_reasoning = row
-    return row
+        path.num_reasoning += 1
 
 
-def find_unsure_rows(state: GrammarState, rows: CanvasRows, num_rows: int) -> np.ndarray:
+def find_unsure_rows(state: GrammarState, rows: CanvasRows) -> np.ndarray:
     """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`, is
-    whitespace, or is a stop token. `num_rows` is added as the last entry. Does not move `state`."""
-    guess = rows.tokens[:num_rows, 0]
-    unsure = rows.logprobs[:num_rows, 0] < SURE_LOGPROB
+    whitespace, or is a stop token. The number of rows is added as the last entry. Does not move
+    `state`."""
+    guess = rows.tokens[:, 0]
+    unsure = rows.logprobs[:, 0] < SURE_LOGPROB
     unsure |= state.vocabulary.num_spaces[guess] > 0
     for stop in state.stops:
         unsure |= guess == stop
-    return np.append(np.flatnonzero(unsure), num_rows)
+    return np.append(np.flatnonzero(unsure), len(rows))
 
 
-def _append_best_legal_token(
-    state: GrammarState, rows: CanvasRows, row: int, path: LegalPath
-) -> bool:
-    """Appends the row's most probable legal token to the path, moves `state` past it, and returns
-    True. Returns False and changes nothing if no token is legal. Raises StuckError if the matcher
-    has given up."""
-    mask = mask_with_few_spaces(state)
+def _append_best_legal_token(state: GrammarState, rows: CanvasRows, path: LegalPath) -> None:
+    """Appends the most probable legal token of the row after the path, and moves `state` past it.
+    Sets `path.is_stuck` and changes nothing else if no token is legal. Raises StuckError if the
+    matcher has given up."""
+    row, mask = len(path.tokens), mask_with_few_spaces(state)
     if (choice := _best_legal_token(rows, row, mask)) is None:
-        return False
+        path.is_stuck = True
+        return
     path.masks[row] = mask
-    if has_one_token(mask):
+    if only_token(mask) is not None:
         path.forced.add(row)
     if choice.rank != 0:
         best = float(rows.logprobs[row, 0])
@@ -120,7 +114,6 @@ def _append_best_legal_token(
     path.logprobs.append(choice.logprob)
     consumed = state.consume_token(choice.token)
     assert consumed, f"the mask has token {choice.token}, which the grammar then rejects"
-    return True
 
 
 def mask_with_few_spaces(state: GrammarState) -> np.ndarray:
@@ -174,7 +167,7 @@ def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Lega
         path.num_reasoning += is_free
         if token != rows.tokens[row, 0] or (best < SURE_LOGPROB and not is_free):
             path.masks[row] = mask = mask_with_few_spaces(state)
-            if has_one_token(mask):
+            if only_token(mask) is not None:
                 path.forced.add(row)
             logprob = _token_logprob(state, rows, row, token)
             path.cost_nats += best - logprob

@@ -63,14 +63,14 @@ class ServedModel:
         extension = ExtensionConfig.from_additional_config(config.additional_config)
         family = family_of(config.model_config.architecture, config.model_config.hf_config)
         return cls(
-            config,
-            tokenizer,
-            config.diffusion_config.canvas_length,
-            config.model_config.get_vocab_size(),
-            family,
-            extension.blocks_in_flight,
-            server_defaults(extension.defaults, family),
-            extension.limits if to_many else None,
+            config=config,
+            tokenizer=tokenizer,
+            canvas_length=config.diffusion_config.canvas_length,
+            vocab_size=config.model_config.get_vocab_size(),
+            family=family,
+            blocks_in_flight=extension.blocks_in_flight,
+            defaults=server_defaults(extension.defaults, family),
+            limits=extension.limits if to_many else None,
         )
 
 
@@ -82,17 +82,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
         VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected and
             what came.
     """
-    extra = params.extra_args or {}
-    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
-    feed = given.pop(FEED, None)
-    try:
-        options = parse_keys(given, served.defaults, served.family)
-        _check_mode(options, given)
-        _check_canvas(options, served, params)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
-    if isinstance(feed, str):
-        options = replace(options, canvas_feed=feed)
+    options = _read_options(params, served)
     if served.limits is not None:
         check_request_limits(served.limits, params, options)
     asks_of_prompt = (params.prompt_logprobs, params.prompt_logprob_token_ids) != (None, None)
@@ -118,11 +108,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
             served.config.model_config.max_model_len,
             is_constrained=options.constrained,
         )
-    if options.mode == "autoregressive":
-        options = replace(options, canvas_length=1)  # the token that is known
-    if isinstance(options.prediction, str):
-        prediction = encode_prediction(options.prediction, served.tokenizer)
-        options = replace(options, prediction=prediction)
+    options = _complete_options(options, served.tokenizer)
     if served.limits is not None:
         num_tokens = len(request.prompt_token_ids or ())
         check_token_limits(served.limits, own, options, num_tokens, served.vocab_size)
@@ -144,6 +130,32 @@ def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
     return request
 
 
+def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions:
+    """Returns the options that the keys in `params.extra_args` ask for. Raises VLLMValidationError
+    for a key that is unknown, or contradicts the server, the parameters or another key."""
+    extra = params.extra_args or {}
+    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
+    feed = given.pop(FEED, None)
+    try:
+        options = parse_keys(given, served.defaults, served.family)
+        _check_mode(options, given)
+        _check_canvas(options, served)
+        _check_companions(options, params, served.tokenizer)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
+    return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
+
+
+def _complete_options(options: RequestOptions, tokenizer: Any) -> RequestOptions:
+    """Returns the options with values that follow from others."""
+    changes: dict[str, Any] = {}
+    if options.mode == "autoregressive":
+        changes["canvas_length"] = 1  # the token that is known
+    if isinstance(options.prediction, str):
+        changes["prediction"] = encode_prediction(options.prediction, tokenizer)
+    return replace(options, **changes) if changes else options
+
+
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
     """Raises ValueError if the request has a key that its mode or its acceptance rule has no use
     for."""
@@ -161,9 +173,9 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_canvas(options: RequestOptions, served: ServedModel, params: SamplingParams) -> None:
-    """Raises ValueError for options that contradict the served canvas or vocabulary, the other
-    parameters, or each other."""
+def _check_canvas(options: RequestOptions, served: ServedModel) -> None:
+    """Raises ValueError for options that contradict the served canvas or vocabulary, or each
+    other."""
     length, vocab_size = served.canvas_length, served.vocab_size
     width = options.canvas_length or length
     if width > length:
@@ -191,6 +203,11 @@ def _check_canvas(options: RequestOptions, served: ServedModel, params: Sampling
         )
     check_asked_blocks(options.blocks_in_flight, served.blocks_in_flight)
     check_verified(options.acceptance, served.family, served.blocks_in_flight)
+
+
+def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer: Any) -> None:
+    """Raises ValueError for options that need a parameter or a part of the server that is missing,
+    or that contradict a parameter."""
     if options.constrained and not params.logprob_token_ids:
         raise ValueError(
             "diffusion_constrained needs logprob_token_ids, which are what it chooses among, got "
@@ -210,9 +227,9 @@ def _check_canvas(options: RequestOptions, served: ServedModel, params: Sampling
         raise ValueError(
             f"{STREAM_CANVASES} is for streams of /v1/completions and /v1/chat/completions, on "
             f"a server that was started with {WATCHING_PLUGINS} in its environment. Leave it out "
-            f"elsewhere."
+            "elsewhere."
         )
-    if isinstance(options.prediction, str) and served.tokenizer is None:
+    if isinstance(options.prediction, str) and tokenizer is None:
         raise ValueError(
             "diffusion_prediction must be a list of token ids on this server, got a text: it was "
             "started with --skip-tokenizer-init."

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
 
@@ -160,6 +161,13 @@ def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -
         for rest in after
         for stop in stops
     )
+
+
+def stop_strings(request: Any) -> list[str]:
+    """Returns the stop strings of an HTTP request as a list, whether it has none, one or
+    several."""
+    stop = getattr(request, "stop", None) or []
+    return [stop] if isinstance(stop, str) else stop
 
 
 def overlap_length(text: str, word: str) -> int:

@@ -13,7 +13,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning.gemma4_engine_reasoning_parser import Gemma4ParserReasoningAdapter
 
 from vllm_dllm.compat.parsers import begins_in_reasoning
-from vllm_dllm.requests.gemma_reader import MARKERS, is_cut_marker, overlap_length
+from vllm_dllm.requests.gemma_reader import MARKERS, is_cut_marker, overlap_length, stop_strings
 
 BEGIN, END = "<|channel>", "<channel|>"
 _HEAD = "thought\n"  # before the reasoning; not shown
@@ -53,9 +53,8 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
         begins_open = END in model_output and BEGIN not in model_output.partition(END)[0]
         reader = self._make_reader(begins_open=begins_open)
         begun = reader.read_piece(model_output)
-        stops = getattr(request, "stop", None) or []
-        stops = [stops] if isinstance(stops, str) else stops
-        rest = reader.finish(is_cut=is_cut_marker(reader.rest, reader.markers, stops))
+        is_cut = is_cut_marker(reader.rest, reader.markers, stop_strings(request))
+        rest = reader.finish(is_cut=is_cut)
         return begun.reasoning + rest.reasoning or None, begun.content + rest.content or None
 
     def extract_reasoning_streaming(
@@ -113,20 +112,10 @@ class ReasoningReader:
     def read_piece(self, text: str) -> Texts:
         """Reads the next piece. Returns the reasoning and the content that are certain by now and
         were not returned before."""
-        reasoning = content = ""
         text, at = self.rest + text, 0
-        self.rest = ""
-
-        def append(piece: str) -> None:
-            """Adds text to the reasoning or to the content, depending on where the reader is."""
-            nonlocal reasoning, content
-            if self._thinks:
-                reasoning += self._strip_head(piece)
-            else:
-                content += piece
-
+        pieces: list[tuple[bool, str]] = []  # whether it is reasoning, and its text
         while not self.has_ended and (marker := self._marker.search(text, at)):
-            append(text[at : marker.start()])
+            pieces.append((self._thinks, text[at : marker.start()]))
             at = marker.end()
             self.seen[marker.group()] += 1
             if marker.group() == BEGIN:
@@ -135,13 +124,14 @@ class ReasoningReader:
                 self._thinks = False
             elif marker.group() in MARKERS:
                 self.has_ended, self._thinks, at = True, False, marker.start()
+        end = len(text)
         if not self.has_ended:
-            length = max((overlap_length(text[at:], one) for one in self.markers), default=0)
-            self.rest, text = text[len(text) - length :], text[: len(text) - length]
-        append(text[at:])
-        content, self._spaces = self._spaces + content, ""
-        if not self.has_ended:
-            self._spaces = content[len(content.rstrip()) :]
+            end -= max((overlap_length(text[at:], one) for one in self.markers), default=0)
+        pieces.append((self._thinks, text[at:end]))
+        self.rest = text[end:]
+        reasoning = "".join(self._strip_head(piece) for thinks, piece in pieces if thinks)
+        content = self._spaces + "".join(piece for thinks, piece in pieces if not thinks)
+        self._spaces = "" if self.has_ended else content[len(content.rstrip()) :]
         return Texts(reasoning, content[: len(content) - len(self._spaces)])
 
     def finish(self, *, is_cut: bool) -> Texts:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import (
     DeltaFunctionCall,
@@ -28,7 +28,7 @@ from vllm.tool_parsers.abstract_tool_parser import Tool, ToolParser
 from vllm.tool_parsers.utils import get_function_tools
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.requests.gemma_reader import MARKERS, GemmaReader
+from vllm_dllm.requests.gemma_reader import MARKERS, GemmaReader, stop_strings
 
 logger = init_logger(__name__)
 
@@ -90,7 +90,7 @@ class GemmaToolParser(ToolParser):
         """Returns the calls of a whole answer, and the text around them as the content."""
         reader = self._reader_for(request)
         text, calls = reader.read_piece(model_output)
-        text += reader.finish(_stop_strings(request))
+        text += reader.finish(stop_strings(request))
         found = [
             ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in calls
@@ -112,7 +112,7 @@ class GemmaToolParser(ToolParser):
         """Returns what the next piece of the stream, `delta_text`, adds; None if it adds nothing. A
         call is sent whole, because until its end it may turn out to be unfinished."""
         if self._reader is None:
-            self._reader, self._stops = self._reader_for(request), _stop_strings(request)
+            self._reader, self._stops = self._reader_for(request), stop_strings(request)
         text, calls = self._reader.read_piece(delta_text)
         if not text and not calls:
             return None
@@ -159,12 +159,6 @@ def _structured_outputs_format(wanted: StructuredOutputsParams) -> dict[str, Any
     return found.model_dump()
 
 
-def _stop_strings(request: Any) -> list[str]:
-    """Returns a request's stop strings as a list, whether it has none, one or several."""
-    stop = getattr(request, "stop", None) or []
-    return [stop] if isinstance(stop, str) else stop
-
-
 def calls_format(request: Any) -> dict[str, Any] | None:
     """Returns the calls that a chat or a response may have, as a format of structural tags
     (`structural_tag.py`); None if it may have no calls.
@@ -176,36 +170,25 @@ def calls_format(request: Any) -> dict[str, Any] | None:
     for tool in get_function_tools(request.tools):
         function = getattr(tool, "function", tool)
         functions[function.name] = function.parameters or {"type": "object", "properties": {}}
-    choice = _parse_tool_choice(request.tool_choice, functions)
-    if unknown := [name for name in choice.names if name not in functions]:  # of allowed_tools
+    choice = request.tool_choice
+    names, is_required, is_single = list(functions), choice == "required", False
+    if choice not in (None, "auto", "required"):
+        if choice.type == "allowed_tools":
+            names = [tool.get("name", "") for tool in choice.tools]
+            is_required = choice.mode == "required"
+        else:
+            names = [getattr(choice, "function", choice).name]
+            is_required = is_single = True
+    if unknown := [name for name in names if name not in functions]:  # of allowed_tools
         raise VLLMValidationError(
             f"tool_choice must name one of the tools {sorted(functions)}, got {unknown[0]!r}.",
             parameter="tool_choice",
         )
-    if not choice.names:
+    if not names:
         return None
     return {
         "type": "gemma4_calls",
-        "functions": [{"name": name, "parameters": functions[name]} for name in choice.names],
-        "at_least_one": choice.is_required,
-        "stop_after_first": choice.is_single or request.parallel_tool_calls is False,
+        "functions": [{"name": name, "parameters": functions[name]} for name in names],
+        "at_least_one": is_required,
+        "stop_after_first": is_single or request.parallel_tool_calls is False,
     }
-
-
-class _ToolChoice(NamedTuple):
-    """Says which calls a request's `tool_choice` allows."""
-
-    names: list[str]  # names of the functions that may be called
-    is_required: bool  # whether one of the functions must be called
-    is_single: bool  # whether there may be only one call
-
-
-def _parse_tool_choice(choice: Any, functions: dict[str, Any]) -> _ToolChoice:
-    """Returns what a request's `tool_choice` allows. `functions` has the request's functions by
-    name."""
-    if choice in (None, "auto", "required"):
-        return _ToolChoice(list(functions), choice == "required", False)
-    if choice.type == "allowed_tools":
-        names = [tool.get("name", "") for tool in choice.tools]
-        return _ToolChoice(names, choice.mode == "required", False)
-    return _ToolChoice([getattr(choice, "function", choice).name], True, True)

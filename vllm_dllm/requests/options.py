@@ -113,7 +113,7 @@ class RequestOptions:
     is_counted: Boolean = False
     """Whether the metrics count this request's canvases."""
     reasoning: tuple[frozenset[int], frozenset[int], frozenset[int], bool] | None = None
-    """The fields of `grammar.reasoning.Reasoning`, for reasoning before a structured output."""
+    """The fields of `grammar.state.Reasoning`, for reasoning before a structured output."""
     canvas_feed: str | None = None
     """The name of the feed on which the API process waits for the canvases; None: not watched."""
 

@@ -7,7 +7,7 @@ vLLM translates only the older form, and takes triggers in angle brackets for sp
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
@@ -16,6 +16,27 @@ from vllm_dllm.grammar.gemma_calls import calls_rule
 from vllm_dllm.grammar.lark import LarkRules, quote_literal
 
 _ANY_TEXT = r"/(.|\n)*/"
+
+
+class _Format(NamedTuple):
+    """A format of a tag, which becomes a rule of a grammar."""
+
+    lark: LarkRules  # gets the rules
+    node: Mapping[str, Any]  # the format as the client or vLLM wrote it
+    path: str  # place in the tag, which errors name
+
+    def add_rule_of(self, node: Mapping[str, Any], place: str) -> str:
+        """Adds the rule for a format inside of this one, and returns the rule's name. Raises
+        ValueError as `_add_format_rule` does."""
+        return _add_format_rule(_Format(self.lark, node, f"{self.path}.{place}"))
+
+    def add_content_rule(self) -> str:
+        """Adds the rule for the format's `content`, and returns the rule's name."""
+        return self.add_rule_of(self.node["content"], "content")
+
+    def add_rules_of_all(self, key: str) -> list[str]:
+        """Adds the rules for the formats in the list `key`, and returns the rules' names."""
+        return [self.add_rule_of(node, f"{key}[{i}]") for i, node in enumerate(self.node[key])]
 
 
 def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
@@ -28,7 +49,7 @@ def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
     """
     lark = LarkRules()
     node = tag["format"] if "format" in tag else _convert_older_form(tag)
-    return lark.to_text(_add_format_rule(lark, node, "format"))
+    return lark.to_text(_add_format_rule(_Format(lark, node, "format")))
 
 
 def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,101 +68,68 @@ def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
-def _add_format_rule(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    """Adds the rule for a format to `lark`, and returns the rule's name. `path` is the format's
-    place in the tag, which errors name. Raises ValueError for an unknown type or option."""
-    kind = node["type"]
-    if kind not in _FORMATS:
-        raise ValueError(f"{path}.type must be one of {sorted(_FORMATS)}, got {kind!r}")
-    if node.get("excludes"):
-        raise ValueError(f"{path}.excludes is not supported, got {node['excludes']!r}")
-    return lark.add_rule(_FORMATS[kind](lark, node, path))
+def _add_format_rule(form: _Format) -> str:
+    """Adds the rule for a format to its grammar, and returns the rule's name. Raises ValueError for
+    an unknown type or option."""
+    kind = form.node["type"]
+    if kind not in _BODY_BY_TYPE:
+        raise ValueError(f"{form.path}.type must be one of {sorted(_BODY_BY_TYPE)}, got {kind!r}")
+    if form.node.get("excludes"):
+        raise ValueError(f"{form.path}.excludes is not supported, got {form.node['excludes']!r}")
+    return form.lark.add_rule(_BODY_BY_TYPE[kind](form))
 
 
 # Each of the following functions returns the body of the rule for formats of one type.
 
 
-def _json_schema(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+def _json_schema_body(form: _Format) -> str:
     """Returns the body for a JSON value that fits `json_schema`. Raises ValueError for another
     style."""
-    if (style := node.get("style", "json")) != "json":
-        raise ValueError(f"{path}.style must be 'json', got {style!r}")
-    return f"%json {json.dumps(node['json_schema'])}"
+    if (style := form.node.get("style", "json")) != "json":
+        raise ValueError(f"{form.path}.style must be 'json', got {style!r}")
+    return f"%json {json.dumps(form.node['json_schema'])}"
 
 
-def _regex(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    return f"/{regex_to_lark(node['pattern'])}/"
+def _tag_body(form: _Format) -> str:
+    """Returns the body for a tag. Raises ValueError if `begin` or `end` is no text."""
+    return f"{quote_literal(_begin_of(form.node, form.path))} {_content_and_end(form)}"
 
 
-def _grammar(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    return f"%lark {{\n{any_to_lark(node['grammar'])}\n}}"
+def _begin_of(tag: Mapping[str, Any], path: str) -> str:
+    """Returns the `begin` of a tag. Raises ValueError unless it is text."""
+    if not isinstance(tag["begin"], str):
+        raise ValueError(f"{path}.begin must be text, got {tag['begin']!r}")
+    return tag["begin"]
 
 
-def _sequence(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    return " ".join(_elements(lark, node, path))
-
-
-def _choice(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    return " | ".join(_elements(lark, node, path))
-
-
-def _elements(lark: LarkRules, node: Mapping[str, Any], path: str) -> list[str]:
-    """Adds the rules for the elements of a format to `lark`, and returns the rules' names."""
-    return [
-        _add_format_rule(lark, element, f"{path}.elements[{i}]")
-        for i, element in enumerate(node["elements"])
-    ]
-
-
-def _repeated(sign: str) -> Callable[[LarkRules, Mapping[str, Any], str], str]:
-    """Returns a function that writes the body for a format's content, followed by `sign`: `?`, `+`
-    or `*`."""
-
-    def body(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-        return f"{_add_format_rule(lark, node['content'], f'{path}.content')}{sign}"
-
-    return body
-
-
-def _tag(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
-    _check_begin(node, path)
-    return f"{quote_literal(node['begin'])} {_content_and_end(lark, node, path)}"
-
-
-def _check_begin(node: Mapping[str, Any], path: str) -> None:
-    """Raises ValueError unless a tag's `begin` is text."""
-    if not isinstance(node["begin"], str):
-        raise ValueError(f"{path}.begin must be text, got {node['begin']!r}")
-
-
-def _content_and_end(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+def _content_and_end(form: _Format) -> str:
     """Returns the body for the part of a tag after its `begin`. Raises ValueError if `end` is no
     text."""
+    node, lark = form.node, form.lark
     ends = [node["end"]] if isinstance(node["end"], str) else node["end"]
     if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
-        raise ValueError(f"{path}.end must be text, or a list of texts, got {node['end']!r}")
-    content = node["content"]
-    if content["type"] == "any_text" and all(ends):  # up to the first end
+        raise ValueError(f"{form.path}.end must be text, or a list of texts, got {node['end']!r}")
+    if node["content"]["type"] == "any_text" and all(ends):  # up to the first end
         options = (lark.add_rule(f"{_ANY_TEXT} {quote_literal(end)}", "[lazy]") for end in ends)
         return f"({' | '.join(options)})"
-    content_rule = _add_format_rule(lark, content, f"{path}.content")
-    return f"{content_rule} ({' | '.join(map(quote_literal, ends))})"
+    return f"{form.add_content_rule()} ({' | '.join(map(quote_literal, ends))})"
 
 
-def _triggered_tags(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+def _triggered_tags_body(form: _Format) -> str:
     """Returns the body for free text in which a trigger begins one of the format's tags. Where
-    `at_least_one` demands a tag, the text begins with it, as in xgrammar."""
+    `at_least_one` demands a tag, the text begins with it, as in xgrammar. Raises ValueError if a
+    tag begins with no trigger."""
+    node, lark = form.node, form.lark
     free, at_once = [], []
     for i, tag in enumerate(node["tags"]):
-        place = f"{path}.tags[{i}]"
-        _check_begin(tag, place)
-        begin = tag["begin"]
+        place = f"{form.path}.tags[{i}]"
+        begin = _begin_of(tag, place)
         trigger = next((text for text in node["triggers"] if begin.startswith(text)), None)
         if not trigger:
             raise ValueError(
                 f"{place}.begin must start with one of {node['triggers']}, got {begin!r}"
             )
-        inside = _content_and_end(lark, tag, place)
+        inside = _content_and_end(_Format(lark, tag, place))
         head = lark.add_rule(f"{_ANY_TEXT} {quote_literal(trigger)}", "[lazy]")
         free.append(lark.add_rule(f"{head} {quote_literal(begin[len(trigger) :])} {inside}"))
         at_once.append(lark.add_rule(f"{quote_literal(begin)} {inside}"))
@@ -152,42 +140,42 @@ def _triggered_tags(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
     return f"{first} {later}* {text}" if node.get("at_least_one") else f"{later}* {text}"
 
 
-def _tags_with_separator(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+def _separated_tags_body(form: _Format) -> str:
     """Returns the body for tags with `separator` between them. With `stop_after_first` there is at
     most one tag."""
-    tags = [_add_format_rule(lark, tag, f"{path}.tags[{i}]") for i, tag in enumerate(node["tags"])]
-    one = lark.add_rule(" | ".join(tags))
+    node = form.node
+    one = form.lark.add_rule(" | ".join(form.add_rules_of_all("tags")))
     if node.get("stop_after_first"):
         return one if node.get("at_least_one") else f"{one}?"
     several = f"{one} ({quote_literal(node['separator'])} {one})*"
     return several if node.get("at_least_one") else f"({several})?"
 
 
-def _gemma4_calls(lark: LarkRules, node: Mapping[str, Any], path: str) -> str:
+def _gemma4_calls_body(form: _Format) -> str:
     """Returns the body for tool calls in Gemma 4's syntax. The format has `functions`, each with
     its `name` and the JSON schema of its `parameters`. Raises ValueError if a schema cannot be
     used."""
     return calls_rule(
-        lark,
-        {one["name"]: one["parameters"] for one in node["functions"]},
-        at_least_one=bool(node.get("at_least_one")),
-        stop_after_first=bool(node.get("stop_after_first")),
+        form.lark,
+        {one["name"]: one["parameters"] for one in form.node["functions"]},
+        at_least_one=bool(form.node.get("at_least_one")),
+        stop_after_first=bool(form.node.get("stop_after_first")),
     )
 
 
-_FORMATS: dict[str, Callable[[LarkRules, Mapping[str, Any], str], str]] = {
-    "const_string": lambda lark, node, path: quote_literal(node["value"]),
-    "json_schema": _json_schema,
-    "any_text": lambda lark, node, path: _ANY_TEXT,
-    "regex": _regex,
-    "grammar": _grammar,
-    "sequence": _sequence,
-    "or": _choice,
-    "optional": _repeated("?"),
-    "plus": _repeated("+"),
-    "star": _repeated("*"),
-    "tag": _tag,
-    "triggered_tags": _triggered_tags,
-    "tags_with_separator": _tags_with_separator,
-    "gemma4_calls": _gemma4_calls,
+_BODY_BY_TYPE: dict[str, Callable[[_Format], str]] = {
+    "const_string": lambda form: quote_literal(form.node["value"]),
+    "json_schema": _json_schema_body,
+    "any_text": lambda form: _ANY_TEXT,
+    "regex": lambda form: f"/{regex_to_lark(form.node['pattern'])}/",
+    "grammar": lambda form: f"%lark {{\n{any_to_lark(form.node['grammar'])}\n}}",
+    "sequence": lambda form: " ".join(form.add_rules_of_all("elements")),
+    "or": lambda form: " | ".join(form.add_rules_of_all("elements")),
+    "optional": lambda form: f"{form.add_content_rule()}?",
+    "plus": lambda form: f"{form.add_content_rule()}+",
+    "star": lambda form: f"{form.add_content_rule()}*",
+    "tag": _tag_body,
+    "triggered_tags": _triggered_tags_body,
+    "tags_with_separator": _separated_tags_body,
+    "gemma4_calls": _gemma4_calls_body,
 }

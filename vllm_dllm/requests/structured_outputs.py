@@ -34,7 +34,7 @@ from vllm_dllm.grammar.compiler import (
 from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
-from vllm_dllm.grammar.reasoning import Reasoning
+from vllm_dllm.grammar.state import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
@@ -79,37 +79,14 @@ def check_structured_outputs(
     # The tool parser has written this tag, not the client.
     name = "tools" if '"gemma4_calls"' in spec else f"structured_outputs.{kind}"
     try:
-        check_grammar_size(kind, spec)
-        if kind == "choice" and not json.loads(spec):
-            raise GrammarError("it must have a choice, got none")
-        if kind == "json":
-            check_schema_size(schema := json.loads(spec))
-            if (mended := mend_patterns(schema)) != schema:
-                params.structured_outputs = replace(params.structured_outputs, json=mended)
-        if kind == "structural_tag":
-            check_schema_size(tag := json.loads(spec))
-            params.structured_outputs = StructuredOutputsParams(
-                grammar=structural_tag_to_lark(mend_patterns(tag))
-            )
+        params.structured_outputs = _check_and_mend(params.structured_outputs, kind, spec)
         text = serialize_grammar(params.structured_outputs, config)
         grammars = grammar_compiler(tokenizer, vocab_size)
         exclusions = parse_exclusions(params, is_constrained, grammars.vocabulary.size)
-        if exclusions is None:
-            needed = _count_fewest_tokens_once(
-                grammars, text, max_model_len, params.min_tokens, reasoning
-            )
-        else:
-            eos = grammars.vocabulary.tokenizer.eos_token
-            ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
-            if all(exclusions.excludes(end, ()) for end in ends):
-                raise GrammarError(
-                    f"the request excludes every token that ends an answer, such as {eos}. Allow "
-                    "one in allowed_token_ids (logprob_token_ids, if diffusion_constrained is set) "
-                    "and bad_words"
-                )
-            needed = _count_fewest_tokens(
-                grammars, text, max_model_len, params.min_tokens, reasoning, exclusions
-            )
+        if exclusions is not None:
+            _check_end_is_allowed(params, exclusions, grammars.vocabulary.tokenizer.eos_token)
+        count = _count_fewest_tokens_once if exclusions is None else _count_fewest_tokens
+        needed = count(grammars, text, max_model_len, params.min_tokens, reasoning, exclusions)
     except KeyError as error:
         raise _refusal(f"{name} lacks the key {error}") from error
     except (ValueError, TypeError) as error:
@@ -121,10 +98,42 @@ def check_structured_outputs(
     most = min(params.max_tokens or max_model_len, max_model_len)
     if needed > most:
         raise VLLMValidationError(
-            f"max_tokens must be at least {needed} for an answer of the form of "
-            f"{name}{' and the end of reasoning' if reasoning else ''}, got "
-            f"{most}. Raise it.",
+            f"max_tokens must be at least {needed} for an answer of the form of {name}"
+            f"{' and the end of reasoning' if reasoning else ''}, got {most}. Raise it.",
             parameter="max_tokens",
+        )
+
+
+def _check_and_mend(
+    wanted: StructuredOutputsParams, kind: str, spec: str
+) -> StructuredOutputsParams:
+    """Returns the structured outputs for llguidance: with a grammar in the place of a structural
+    tag, and with mended patterns in a JSON schema. `kind` and `spec` are what `_kind_and_spec`
+    returns.
+
+    Raises:
+        ValueError, KeyError, TypeError: the grammar is too large, or malformed.
+    """
+    check_grammar_size(kind, spec)
+    if kind == "choice" and not json.loads(spec):
+        raise GrammarError("it must have a choice, got none")
+    if kind not in ("json", "structural_tag"):
+        return wanted
+    schema = json.loads(spec)
+    check_schema_size(schema)
+    mended = mend_patterns(schema)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(grammar=structural_tag_to_lark(mended))
+    return wanted if mended == schema else replace(wanted, json=mended)
+
+
+def _check_end_is_allowed(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
+    """Raises GrammarError if a request excludes all tokens that could end its answer."""
+    ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
+    if all(exclusions.excludes(end, ()) for end in ends):
+        raise GrammarError(
+            f"the request excludes every token that ends an answer, such as {eos}. Allow one in "
+            "allowed_token_ids (logprob_token_ids, if diffusion_constrained is set) and bad_words"
         )
 
 
@@ -133,9 +142,7 @@ def parse_exclusions(
 ) -> Exclusions | None:
     """Returns the tokens that a request excludes, once its bad words are tokens; None if it
     excludes no tokens. With `is_constrained` it allows only its `logprob_token_ids`."""
-    allowed = params.allowed_token_ids
-    if is_constrained:
-        allowed = params.logprob_token_ids
+    allowed = params.logprob_token_ids if is_constrained else params.allowed_token_ids
     words = params.bad_words_token_ids
     if not allowed and not words:
         return None
@@ -213,13 +220,9 @@ def _count_fewest_tokens(
     return len(tokens)
 
 
-@lru_cache(maxsize=1024)
-def _count_fewest_tokens_once(
-    grammars: GrammarCompiler, text: str, most: int, min_tokens: int, reasoning: Reasoning | None
-) -> int:
-    """Returns what `_count_fewest_tokens` returns without exclusions, cached by the arguments.
-    Lists of excluded tokens may be as long as the vocabulary, too long to be cached."""
-    return _count_fewest_tokens(grammars, text, most, min_tokens, reasoning, None)
+_count_fewest_tokens_once = lru_cache(maxsize=1024)(_count_fewest_tokens)
+"""Returns what `_count_fewest_tokens` returns, cached by the arguments. Only for requests without
+exclusions: these may be as long as the vocabulary, too long to be cached."""
 
 
 def _refusal(message: str) -> VLLMValidationError:

@@ -20,7 +20,6 @@ PREFIX = "vllm_dllm."
 class _Blocks:
     """The counts of a request's blocks that are kept between steps."""
 
-    began_s: float = 0.0  # monotonic clock, when the current canvas' first step was scheduled
     accepted: int = 0  # positions accepted in the current canvas, summed over its steps
     num_finished: int = 0  # blocks
 
@@ -59,17 +58,17 @@ class BlockSpans:
         self,
         request: Request,
         row: CanvasRow,
-        began_s: float,  # monotonic clock, when the step was scheduled
+        began_s: float,  # monotonic clock, when the canvas' first step was scheduled
     ) -> None:
         """Counts a denoise step of `request`. If the step finished the block, makes the block's
         span. Called before the step's output is made."""
         blocks = self._blocks.setdefault(request, _Blocks())
         if row.step == 1:
-            blocks.began_s, blocks.accepted = began_s, 0
+            blocks.accepted = 0
         blocks.accepted += row.accepted
         if row.cause is None:
             return
-        start_ns = int((time.time() - time.monotonic() + blocks.began_s) * 1e9)
+        start_ns = int((time.time() - time.monotonic() + began_s) * 1e9)
         attributes: dict[str, Any] = {
             f"{PREFIX}block": blocks.num_finished,
             f"{PREFIX}denoise_steps": row.step,

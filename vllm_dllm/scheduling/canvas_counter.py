@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -37,8 +38,17 @@ class CanvasCounter:
         self._canvas_width, self._spans = canvas_width, spans
         self._joins_canvases = joins_canvases
         self._counts = CanvasCounts()
-        self._began: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        # Monotonic clock, when the first step of each request's current canvas was scheduled.
+        self._began_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._committed: set[str] = set()  # requests whose block this step committed by itself
+
+    @classmethod
+    def of_family(cls, family: CanvasFamily, config: VllmConfig) -> "CanvasCounter":
+        """Returns the counter of a server. It makes spans if the server traces."""
+        traces = config.observability_config.otlp_traces_endpoint is not None
+        joins_canvases = family.joins_canvases and not family.is_seeded
+        spans = BlockSpans() if traces else None
+        return cls(family.tokens_of_canvas, spans, joins_canvases=joins_canvases)
 
     def count_request(self, acceptance: str) -> None:
         """Counts a new request by `acceptance`: its acceptance rule, or its mode if it verifies
@@ -70,25 +80,25 @@ class CanvasCounter:
             else:
                 self._committed.add(request_id)
 
-    def _count_denoised(self, row: CanvasRow, request: Request | None, began: float) -> None:
+    def _count_denoised(self, row: CanvasRow, request: Request | None, scheduled_s: float) -> None:
         """Counts a denoise step of one canvas, and the block if the step finished it. `request` is
-        None if it is over. `began`: monotonic clock, when the step was scheduled."""
+        None if it is over. `scheduled_s`: monotonic clock, when the step was scheduled."""
         counts = self._counts
         counts.denoise_steps += 1
         counts.accepted_positions += row.accepted
         if request is not None:
             count_denoise_step(request)
             if row.step == 1:
-                self._began[request] = began
-        if self._spans is not None and request is not None:
-            self._spans.record_step(request, row, began)
+                self._began_s[request] = scheduled_s
+            if self._spans is not None:
+                self._spans.record_step(request, row, self._began_s[request])
         if row.cause is None:
             return
         counts.canvases_finished[row.cause] += 1
         counts.block_denoise_steps.append(row.step)
         counts.block_entropy_nats.append(row.entropy_nats)
         if request is not None:
-            counts.block_seconds.append(time.monotonic() - self._began.pop(request))
+            counts.block_seconds.append(time.monotonic() - self._began_s.pop(request))
             counts.canvases_cut += row.length < self._canvas_width(request)
 
     def count_emitted_block(self, request: Request, *, spares_commit: bool) -> None:
@@ -105,23 +115,11 @@ class CanvasCounter:
 
 
 class CountedScheduling(SchedulerHooks):
-    """Mixed into a scheduler. Counts canvases if vLLM logs statistics. Always counts the commits
-    that were spared, because vLLM's clients compute with them."""
+    """Mixed into a scheduler, which sets the attributes. Counts canvases if vLLM logs statistics.
+    Always counts the commits that were spared, because vLLM's clients compute with them."""
 
-    counter: CanvasCounter | None = None  # None: vLLM logs no statistics
+    counter: CanvasCounter | None  # None: vLLM logs no statistics
     spared_commits: list[int]  # widths of canvases, until they are in the statistics
-
-    def start_counting(self, family: CanvasFamily) -> None:
-        """Makes the counter if vLLM logs statistics. Called before all other methods."""
-        self.spared_commits = []
-        if not self.log_stats:
-            return
-        traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
-        self.counter = CanvasCounter(
-            family.tokens_of_canvas,
-            BlockSpans() if traces else None,
-            joins_canvases=family.joins_canvases and not family.is_seeded,
-        )
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any

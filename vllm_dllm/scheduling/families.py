@@ -1,6 +1,5 @@
 """Answers the scheduler's questions about canvases, one class for each kind of model."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -14,8 +13,9 @@ from vllm_dllm.requests.options import fits_canvases, verifies_drafts
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
-class CanvasFamily(ABC):
-    """Answers the scheduler's questions about the canvases of one kind of model."""
+class CanvasFamily:
+    """Answers the scheduler's questions about the canvases of one kind of model. Here the answers
+    are those of vLLM's own scheduler; subclasses override some."""
 
     is_seeded = False
     """Whether a canvas' first token is known before its first step."""
@@ -28,23 +28,22 @@ class CanvasFamily(ABC):
         self.joins_canvases = joins_canvases(vllm_config)
         """Whether a canvas may share the forward of the tokens before it."""
 
-    @abstractmethod
     def check_server(self, block_size: int) -> None:
         """Raises ValueError if the server's settings do not suit the canvases. `block_size`: tokens
         of a page of the KV cache."""
 
-    @abstractmethod
     def canvas_width(self, request: Request) -> int:
-        """Returns how many tokens the current canvas of `request` has, or the next one if a block
+        """Returns how many rows the current canvas of `request` has, or the next one if a block
         just ended. Includes rows behind it that are part of no block."""
+        return int(stock_canvas_width(request, self.canvas_length))
 
     def tokens_of_canvas(self, request: Request) -> int:
-        """Returns how many tokens of an answer that canvas has. In this class, all of them are."""
+        """Returns how many tokens of the answer the current canvas of `request` has."""
         return self.canvas_width(request)
 
     def num_recomputed(self, num_known: int) -> int:
         """Returns how many of the `num_known` known tokens each step computes anew until their
-        block is finished, because they see positions that may change. Returns 0 in this class."""
+        block is finished, because they see positions that may change."""
         return 0
 
     def is_partial_block(self, request: Request) -> bool:
@@ -77,13 +76,10 @@ class UniformCanvases(CanvasFamily):
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.fits_canvases = extension.fit_canvas
 
-    def check_server(self, block_size: int) -> None:
-        """Does nothing: every server's settings suit these canvases."""
-
     def canvas_width(self, request: Request) -> int:
         """Returns vLLM's width, narrowed to the tokens that may still come if the request fits
         canvases."""
-        width: int = stock_canvas_width(request, self.canvas_length)
+        width = super().canvas_width(request)
         if fits_canvases(request.sampling_params):
             width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
         return width
@@ -123,9 +119,6 @@ class CausalBlocks(MaskedCanvases):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.joins_canvases = False
-
-    def canvas_width(self, request: Request) -> int:
-        return int(stock_canvas_width(request, self.canvas_length))
 
 
 class AlignedBlocks(MaskedCanvases):

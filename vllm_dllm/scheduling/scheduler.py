@@ -28,7 +28,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_stop_foreseen
 from vllm_dllm.requests.options import is_read_only, load_options
-from vllm_dllm.scheduling.canvas_counter import CountedScheduling
+from vllm_dllm.scheduling.canvas_counter import CanvasCounter, CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import canvas_family
 from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, end_before_image
@@ -56,7 +56,10 @@ class CanvasScheduling(CountedScheduling):
         self._committed: frozenset[str] = frozenset()  # it finished and committed their block
         self._verified: frozenset[str] = frozenset()  # it verified a draft of theirs
         self._cut: frozenset[str] = frozenset()  # their grammar closed the answer before its end
-        self.start_counting(self.family)
+        self.counter = None
+        if self.log_stats:
+            self.counter = CanvasCounter.of_family(self.family, self.vllm_config)
+        self.spared_commits = []
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
@@ -107,23 +110,7 @@ class CanvasScheduling(CountedScheduling):
             request = self.requests[request_id]
             budget += self._drop_partial_canvas(output, request)
             num_tokens = output.num_scheduled_tokens[request_id]
-            computed = request.num_computed_tokens + num_tokens
-            if request_id in output.scheduled_spec_decode_tokens or computed < request.num_tokens:
-                continue
-            if self.family.waits_for_first_token(computed):
-                continue
-            # vLLM's prompt log-probabilities take every row of the request for a prompt row.
-            params = request.sampling_params
-            if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
-                continue
-            # vLLM treats a single new token with drafts as a decode, and has CUDA graphs for it.
-            if num_tokens == 1 and request.num_computed_tokens > 0:
-                continue
-            width = min(
-                self.family.canvas_width(request),
-                self.max_model_len - computed,
-            )
-            if not 0 < width <= budget:
+            if not 0 < (width := self._width_to_append(output, request)) <= budget:
                 continue
             blocks = self.kv_cache_manager.allocate_slots(request, num_tokens + width)
             if blocks is None:
@@ -135,6 +122,25 @@ class CanvasScheduling(CountedScheduling):
             append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
         if new_blocks := self.take_new_blocks_to_zero():
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
+
+    def _width_to_append(self, output: SchedulerOutput, request: Request) -> int:
+        """Returns the width of the canvas that may follow the tokens of `request` in a planned
+        step; 0 or less if none may."""
+        num_tokens = output.num_scheduled_tokens[request.request_id]
+        computed = request.num_computed_tokens + num_tokens
+        has_canvas = request.request_id in output.scheduled_spec_decode_tokens
+        if has_canvas or computed < request.num_tokens:
+            return 0
+        if self.family.waits_for_first_token(computed):
+            return 0
+        # vLLM's prompt log-probabilities take every row of the request for a prompt row.
+        params = request.sampling_params
+        if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+            return 0
+        # vLLM treats a single new token with drafts as a decode, and has CUDA graphs for it.
+        if num_tokens == 1 and request.num_computed_tokens > 0:
+            return 0
+        return min(self.family.canvas_width(request), self.max_model_len - computed)
 
     def _drop_partial_canvas(self, output: SchedulerOutput, request: Request) -> int:
         """Removes from a planned step, in place, a canvas that follows prefilled tokens and only
@@ -219,18 +225,12 @@ class CanvasScheduling(CountedScheduling):
         """Notes which requests' blocks the step committed, verified or cut, and counts its
         canvases. Then has vLLM update the requests, and returns its outputs."""
         numbers, req_ids = get_canvas_numbers(model_runner_output), model_runner_output.req_ids
-        verified, committed, cut = (
-            ((), (), ())
-            if numbers is None
-            else (
-                numbers.requests_flagged("verified"),
-                numbers.requests_flagged("committed"),
-                numbers.cut,
-            )
-        )
-        self._verified = frozenset(req_ids[i] for i in verified)
-        self._committed = self._verified.union(req_ids[i] for i in committed)
-        self._cut = frozenset(req_ids[i] for i in cut)
+        self._verified = self._committed = self._cut = frozenset()
+        if numbers is not None:
+            self._verified = frozenset(req_ids[i] for i in numbers.requests_flagged("verified"))
+            committed = (req_ids[i] for i in numbers.requests_flagged("committed"))
+            self._committed = self._verified.union(committed)
+            self._cut = frozenset(req_ids[i] for i in numbers.cut)
         if self.counter is not None:
             self.counter.count_step(scheduler_output, model_runner_output, self.requests)
         return super().update_from_output(scheduler_output, model_runner_output)
@@ -247,8 +247,7 @@ class CanvasScheduler(StockDiffusionScheduler, CanvasScheduling):
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:
-                width = self.family.canvas_width(request)
-                request.spec_token_ids = [-1] * width
+                request.spec_token_ids = [-1] * self.family.canvas_width(request)
             self.uncount_recomputed(output, request)
 
 

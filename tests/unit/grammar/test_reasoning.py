@@ -21,9 +21,8 @@ from tests.unit.grammar.special_tokens import (
 from vllm_dllm.grammar.canvas import ConstrainedCanvas, constrain_canvas
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.rows import has_token
-from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.grammar.state import GrammarState, Reasoning
 
 THINK = Reasoning(frozenset({THOUGHT_ENDS}))
 GEMMA = Reasoning(frozenset({CHANNEL_ENDS, CALL}), frozenset({CALL}), frozenset({CHANNEL_BEGINS}))

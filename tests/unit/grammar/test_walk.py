@@ -31,9 +31,9 @@ from tests.unit.grammar.canvases import (
     tokenizer,
 )
 from tests.unit.grammar.reference import best_path, plain_walk
-from vllm_dllm.grammar.best_first_search import beam_search, best_first_search
 from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, constrain_canvas, find_cheap_path
 from vllm_dllm.grammar.completion import find_completion
+from vllm_dllm.grammar.path_search import beam_search, best_first_search
 from vllm_dllm.grammar.walk import MAX_SPACES, walk_best_guesses
 
 PERSON = SCHEMAS["person"]
@@ -45,7 +45,7 @@ EMMA = '{"name": "Emma", "age": 71}'
 def test_a_walk_takes_the_best_legal_token_of_each_row(scale: float, k: int) -> None:
     for seed in range(10):
         logprobs = noise(np.random.default_rng(seed), 24, scale)
-        path = walk_best_guesses(of_schema(PERSON), rows_of(logprobs, k), 24)
+        path = walk_best_guesses(of_schema(PERSON), rows_of(logprobs, k))
         assert path.tokens == plain_walk(of_schema(PERSON), logprobs)
 
 
@@ -69,7 +69,7 @@ def test_the_path_gives_its_rows_log_probabilities() -> None:
 
 def test_what_is_forced_is_marked() -> None:
     state = start(grammar_from("choice", '["red", "green"]'))
-    path = walk_best_guesses(state, rows_of(noise(np.random.default_rng(0), 8, 1.0)), 8)
+    path = walk_best_guesses(state, rows_of(noise(np.random.default_rng(0), 8, 1.0)))
     assert text_of(path.tokens) in ("red", "green")
     # The first letter is free, unless the word is one token; the others follow from it.
     assert path.forced == set(range(1, len(path.tokens)))
@@ -177,8 +177,8 @@ def test_the_beam_finds_the_cheapest_path() -> None:
             logprobs = drafted(rng, text, L, faults=int(rng.integers(0, 4)))
             _, least = best_path(automaton, logprobs)
             state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
-            excess.append(find_cheap_path(state, rows, L)[0].cost_nats - least)
-            walked.append(walk_best_guesses(state, rows, L).cost_nats - least)
+            excess.append(find_cheap_path(state, rows)[0].cost_nats - least)
+            walked.append(walk_best_guesses(state, rows).cost_nats - least)
     excess_nats = np.array(excess)
     assert excess_nats.min() > -tolerances.BEAM_NATS  # or the oracle is none
     assert np.mean(excess_nats < tolerances.BEAM_NATS) >= 0.99
@@ -194,7 +194,7 @@ def test_the_cheapest_first_is_right_or_gives_up() -> None:
             for faults in (0, 1, 3):
                 logprobs = drafted(rng, text, L, faults)
                 state, rows = start(grammar_from("regex", regex)), rows_of(logprobs)
-                found = best_first_search(state, rows, L, [])
+                found = best_first_search(state, rows, [])
                 if found is None:
                     continue
                 num_found += 1
@@ -203,9 +203,7 @@ def test_the_cheapest_first_is_right_or_gives_up() -> None:
                 )
     assert num_found > 12
     flat = rows_of(noise(rng, L, 0.1))
-    assert (
-        best_first_search(start(grammar_from("regex", LANGUAGES["words"][0])), flat, L, []) is None
-    )
+    assert best_first_search(start(grammar_from("regex", LANGUAGES["words"][0])), flat, []) is None
 
 
 def test_a_quotation_mark_too_early_is_taken_back() -> None:
@@ -215,8 +213,8 @@ def test_a_quotation_mark_too_early_is_taken_back() -> None:
     logprobs[4] = np.log(1e-4)
     logprobs[4, QUOTE], logprobs[4, right] = np.log(0.9), np.log(0.05)
     rows = rows_of(logprobs)
-    walked = walk_best_guesses(start(grammar_from("regex", regex)), rows, L)
-    found, end = find_cheap_path(start(grammar_from("regex", regex)), rows, L)
+    walked = walk_best_guesses(start(grammar_from("regex", regex)), rows)
+    found, end = find_cheap_path(start(grammar_from("regex", regex)), rows)
     assert walked.tokens[4] == QUOTE and walked.cost_nats > 5 * MAX_WALK_COST_NATS
     assert found.cost_nats == pytest.approx(np.log(0.9 / 0.05)) and end.has_ended
     assert text_of(found.tokens) == texts[1]
@@ -229,5 +227,5 @@ def test_a_search_leaves_its_start_alone(find: Callable[..., object], known: int
     rows = rows_of(drafted(np.random.default_rng(1), texts[0], L, faults=0))
     state = start(grammar_from("regex", regex))
     before = state.compute_mask()
-    find(state, rows, L, walk_best_guesses(state.copy(), rows, L).tokens[:known])
+    find(state, rows, walk_best_guesses(state.copy(), rows).tokens[:known])
     np.testing.assert_array_equal(state.compute_mask(), before)

@@ -21,9 +21,8 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain_canvas
-from vllm_dllm.grammar.reasoning import Reasoning
 from vllm_dllm.grammar.rows import LegalPath
-from vllm_dllm.grammar.state import GrammarState
+from vllm_dllm.grammar.state import GrammarState, Reasoning
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.options import RequestOptions

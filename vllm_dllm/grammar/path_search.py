@@ -1,28 +1,50 @@
-"""Best-first search for the cheapest legal path: it always extends the cheapest beginning.
+"""Searches for the cheapest legal path through a canvas where the walk's repairs are improbable.
 
-Where the model is mostly sure of a canvas, it looks at a few states for each fault. The beam search
-would follow all its hypotheses to the end; it is for where the model is too unsure.
+A confident token in the wrong place, like a quotation mark too early, is legal, and everything
+after it has to be repaired. So both searches follow several paths at once. A path costs how much
+less probable its tokens are than the rows' best guesses.
+
+The best-first search always extends the cheapest beginning. Where the model is mostly sure of a
+canvas, it looks at a few states for each fault. The beam search follows all its paths to the end;
+it is for where the model is too unsure.
 """
 
 import heapq
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.rows import CanvasRows, FoundPath, has_tokens
+from vllm_dllm.grammar.rows import CanvasRows, has_tokens
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import find_unsure_rows, mask_with_few_spaces
 
 MAX_STATES = 100
-"""States that a search looks at before it gives up."""
+"""States that a best-first search looks at before it gives up."""
+
+
+class FoundPath(NamedTuple):
+    """The tokens of a path that a search has found: one for each row, beginning at the canvas'
+    first."""
+
+    tokens: list[int]
+    cost_nats: float  # summed log-probability of the rows' best guesses, minus that of the tokens
+
+
+def _state_after(start: GrammarState, tokens: list[int]) -> GrammarState:
+    """Returns the state after legal `tokens`. Does not move `start`."""
+    state = start.copy()
+    for token in tokens:
+        state.consume_token(token)
+    return state
 
 
 @dataclass
 class _Beginning:
     """The first tokens of a path, and the state after them."""
 
-    state: GrammarState  # after the tokens; not moved any more
+    state: GrammarState
     tokens: list[int]
     cost_nats: float
 
@@ -46,27 +68,25 @@ class _Alternative:
     guesses: list[int]  # best guesses after the beginning, up to the row before the alternative's
 
 
-def best_first_search(
-    start: GrammarState, rows: CanvasRows, num_rows: int, prefix: list[int]
-) -> FoundPath | None:
-    """Returns the cheapest legal path through the first `num_rows` rows that begins with the tokens
-    `prefix`. Returns None if it is not found within `MAX_STATES` states. Does not move `start`, the
-    state at the canvas' first row.
+def best_first_search(start: GrammarState, rows: CanvasRows, prefix: list[int]) -> FoundPath | None:
+    """Returns the cheapest legal path through the rows that begins with the tokens `prefix`.
+    Returns None if it is not found within `MAX_STATES` states. Does not move `start`, the state at
+    the canvas' first row.
 
     Raises:
         StuckError: the matcher has given up.
     """
-    return _BestFirstSearch(start, rows, num_rows).run(prefix)
+    return _BestFirstSearch(start, rows, prefix).run()
 
 
 class _BestFirstSearch:
-    """One search: its queue, and the states that it has seen."""
+    """One search: its queue, and the states that it has seen. States of queued beginnings are not
+    moved any more."""
 
-    def __init__(self, start: GrammarState, rows: CanvasRows, num_rows: int) -> None:
-        """Prepares a search through the first `num_rows` rows. Does not move `start`."""
-        self._start, self._rows, self._num_rows = start, rows, num_rows
-        self._unsure = find_unsure_rows(start, rows, num_rows)
-        self._guesses = rows.tokens[:num_rows, 0].tolist()
+    def __init__(self, start: GrammarState, rows: CanvasRows, prefix: list[int]) -> None:
+        """Queues the beginning `prefix`. Does not move `start`."""
+        self._rows, self._unsure = rows, find_unsure_rows(start, rows)
+        self._guesses = rows.tokens[:, 0].tolist()
         # [L] nats: the least that another token than the best guess costs.
         self._gaps = (rows.logprobs[:, 0] - rows.logprobs[:, 1]).tolist()
         # (least cost of a path through it, -row, number, item): of equal costs, the furthest first.
@@ -74,13 +94,10 @@ class _BestFirstSearch:
         self._numbers = count()
         self._seen: set[tuple[int, bytes]] = set()  # row and mask
         self._num_states = 0
+        self._push(0.0, len(prefix), _Beginning(_state_after(start, prefix), prefix, 0.0))
 
-    def run(self, prefix: list[int]) -> FoundPath | None:
+    def run(self) -> FoundPath | None:
         """Runs the search, once. Returns what `best_first_search` returns."""
-        state = self._start.copy()
-        for token in prefix:
-            state.consume_token(token)
-        self._push(0.0, len(prefix), _Beginning(state, prefix, 0.0))
         while self._queue and self._num_states < MAX_STATES:
             item = heapq.heappop(self._queue)[3]
             if isinstance(item, _NextTokens):
@@ -91,7 +108,7 @@ class _BestFirstSearch:
                 tokens = item.beginning.tokens + item.guesses
                 extended = _Beginning(state, tokens, item.beginning.cost_nats)
                 self._push_next_tokens(extended, but_best_guess=True)
-            elif item.state.has_ended or len(item.tokens) == self._num_rows:
+            elif item.state.has_ended or len(item.tokens) == len(self._rows):
                 return FoundPath(item.tokens, item.cost_nats)
             else:
                 self._extend_to_unsure_row(item)
@@ -117,8 +134,8 @@ class _BestFirstSearch:
                 self._push(cost, row + i, _Alternative(beginning, guesses[:i]))
             tokens = beginning.tokens + guesses[:num_legal]
             beginning = _Beginning(state, tokens, beginning.cost_nats)
-            if len(tokens) == self._num_rows:
-                self._push(beginning.cost_nats, self._num_rows, beginning)
+            if len(tokens) == len(self._rows):
+                self._push(beginning.cost_nats, len(tokens), beginning)
                 return
         self._push_next_tokens(beginning, but_best_guess=False)
 
@@ -148,7 +165,7 @@ class _BestFirstSearch:
         self._push(following.costs_nats[0], row + 1, following)
 
     def _extend_by_cheapest_token(self, following: _NextTokens) -> None:
-        """Takes the cheapest token from `following`, and queues the beginning extended by it. The
+        """Removes the cheapest token from `following`, and queues the beginning extended by it. The
         other tokens go back into the queue."""
         beginning = following.beginning
         cost, token = following.costs_nats.pop(0), following.tokens.pop(0)
@@ -160,53 +177,43 @@ class _BestFirstSearch:
             self._push(cost, len(extended.tokens), extended)
 
 
-# A confident token in the wrong place, like a quotation mark too early, is legal, and everything
-# after it has to be repaired. So the beam search follows several paths at once. A path costs how
-# much less probable its tokens are than the rows' best guesses.
-
 BEAM_WIDTH = 12
 _MARGIN_NATS = 16.0
 """Paths that cost this much more than the cheapest are dropped."""
 
 
 @dataclass
-class _Hypothesis:
-    """One of the paths that the search follows: its tokens up to some row."""
+class _Hypothesis(_Beginning):
+    """One of the beginnings that the beam search follows."""
 
-    state: GrammarState  # after the tokens
-    tokens: list[int]
-    cost_nats: float
     mask: np.ndarray | None  # [W] uint32, legal after the tokens; None: they ended the answer
 
 
 def beam_search(
     start: GrammarState,
     rows: CanvasRows,
-    num_rows: int,
     prefix: list[int],  # for the first rows: all of the reasoning, and no repair of the answer
 ) -> FoundPath | None:
-    """Returns the cheapest path found through the first `num_rows` rows that begins with the tokens
-    `prefix`. Returns None if every path comes to a dead end. Does not move `start`, the state at
-    the canvas' first row.
+    """Returns the cheapest path found through the rows that begins with the tokens `prefix`.
+    Returns None if every path comes to a dead end. Does not move `start`, the state at the canvas'
+    first row.
 
     Raises:
         StuckError: the matcher has given up.
     """
-    state = start.copy()
-    for token in prefix:
-        state.consume_token(token)
+    state = _state_after(start, prefix)
     beam = [_Hypothesis(state, list(prefix), 0.0, mask_with_few_spaces(state))]
     ended: list[_Hypothesis] = []
-    unsure = find_unsure_rows(start, rows, num_rows)
+    unsure = find_unsure_rows(start, rows)
     row = len(prefix)
-    while row < num_rows:
+    while row < len(rows) and beam:
         if len(beam) == 1:  # best guesses, up to the next unsure row or the first illegal one
             (only,), next_unsure = beam, int(unsure[np.searchsorted(unsure, row)])
             guesses = rows.tokens[row:next_unsure, 0].tolist()
-            if guesses and (count := only.state.consume_tokens(guesses)):
-                only.tokens += guesses[:count]
+            if guesses and (num_legal := only.state.consume_tokens(guesses)):
+                only.tokens += guesses[:num_legal]
                 only.mask = mask_with_few_spaces(only.state)
-                row += count
+                row += num_legal
                 continue
         beam = _extend_by_one_row(beam, rows, row)
         ended += [one for one in beam if one.state.has_ended]
@@ -214,8 +221,6 @@ def beam_search(
         if ended:
             best = min(one.cost_nats for one in ended)
             beam = [one for one in beam if one.cost_nats < best]
-        if not beam:
-            break
         row += 1
     cheapest = min(beam + ended, key=lambda one: one.cost_nats, default=None)
     return None if cheapest is None else FoundPath(cheapest.tokens, cheapest.cost_nats)
