@@ -3,9 +3,9 @@
     python -m attention_kernels.fa4_ahead MODULE:FUNCTION STEPS PARENT
 
 MODULE:FUNCTION is vLLM's `flash_attn_varlen_func`, STEPS the JSON of a list of `Step`, PARENT the
-id of the process with which this one ends. The environment says for which chip, and where
-FlashAttention-4 keeps what it compiles (see `variables`). Tensors are PyTorch's fake ones, by which
-it knows that there is nothing to run.
+id of the process with which this one ends. The environment says for which chip (see
+`chip_variables`), and where FlashAttention-4 keeps what it compiles. Tensors are PyTorch's fake
+ones, by which it knows that there is nothing to run.
 """
 
 import importlib
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     dtype: str  # PyTorch's name
 
 
-def variables(capability: tuple[int, int], num_multiprocessors: int) -> dict[str, str]:
+def chip_variables(capability: tuple[int, int], num_multiprocessors: int) -> dict[str, str]:
     """Returns the variables of the environment that make FlashAttention-4 compile for a chip."""
     chip = "sm_{}{}".format(*capability)
     return {

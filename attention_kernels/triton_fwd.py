@@ -122,11 +122,11 @@ class _Cut:
         num_kv_heads = key_cache.shape[2]
         group = num_heads // num_kv_heads
         tiles = Tiles.choose(
-            head_size,
-            group,
-            query.element_size(),
-            key_cache.element_size(),
-            _capability(query.device),
+            head_size=head_size,
+            group=group,
+            element_size=query.element_size(),
+            cache_element_size=key_cache.element_size(),
+            capability=_capability(query.device),
         )
         num_parts = triton.cdiv(group, tiles.heads)
         in_window = min(max_seq_len, window_left + num_tokens)

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from attention_kernels import fa4_ahead
-from attention_kernels.fa4_ahead import Step, variables
+from attention_kernels.fa4_ahead import Step, chip_variables
 from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.attention.warm_up import steps_to_try
 from vllm_dllm.measured import folder
@@ -121,7 +121,7 @@ def compile_ahead(
 def _start_process(steps_json: str, folder: Path) -> subprocess.Popen[bytes]:
     """Starts `attention_kernels.fa4_ahead`, which compiles the steps and stores the kernels in
     `folder`."""
-    chip = variables(HOPPER, current_platform.num_compute_units())
+    chip = chip_variables(HOPPER, current_platform.num_compute_units())
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), KEPT_IN: str(folder)}
     forward = "vllm.vllm_flash_attn:flash_attn_varlen_func"
     return subprocess.Popen(

@@ -48,7 +48,6 @@ class GpuCanvasMetadata:
     seq_lens: torch.Tensor  # [N] int32
     max_seq_len: int
     block_table: torch.Tensor  # [N, max_blocks] int32
-    slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
     by_blocks: bool  # whether `causal` may hold numbers above 1, or negative ones without `spans`
     symmetric: torch.Tensor  # [N] int32
@@ -85,7 +84,6 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
             seq_lens=common.seq_lens,
             max_seq_len=common.max_seq_len,
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
             causal=common.causal,
             by_blocks=window_rules.by_blocks,
             symmetric=window_rules.symmetric,
@@ -256,10 +254,6 @@ class GpuCanvasBackend(TritonAttentionBackend):
         return capability.major >= 8
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False  # the number of key splits depends on the batch
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
@@ -267,10 +261,5 @@ class GpuCanvasBackend(TritonAttentionBackend):
     def supports_sink(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        return False
+    supports_alibi_sqrt = supports_rswa = supports_sink
+    supports_batch_invariance = supports_sink  # the number of key splits depends on the batch

@@ -41,9 +41,16 @@ def measure_attention(
         pages = layer.kv_cache[: -(-(most_context + canvas_length) // layer.kv_cache.shape[2])]
         pages.normal_()
         for canvases, context in cases:
-            attend = make_probe(layer, canvases, canvas_length, context, longest, dtype)
+            attend = make_probe(
+                layer,
+                num_reqs=canvases,
+                length=canvas_length,
+                context=context,
+                longest=longest,
+                dtype=dtype,
+            )
             rows = canvases * canvas_length
-            runs: dict[Version, Callable[[], torch.Tensor]] = {
+            runs: dict[str, Callable[[], torch.Tensor]] = {
                 version: partial(_run_version, impl, version, found, attend) for version in VERSIONS
             }
             what = f"attention of head size {impl.head_size}, {rows:,} rows behind {context:,}"

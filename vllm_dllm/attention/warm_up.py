@@ -23,7 +23,15 @@ def compile_attention(
     for layer in one_of_each_kind(layers):
         for num_reqs, length in steps_to_try(layer.impl.choice, most_rows):
             for images in {False, has_images}:
-                make_probe(layer, num_reqs, length, 0, longest, dtype, images)()
+                make_probe(
+                    layer,
+                    num_reqs=num_reqs,
+                    length=length,
+                    context=0,
+                    longest=longest,
+                    dtype=dtype,
+                    has_images=images,
+                )()
 
 
 def one_of_each_kind(layers: Iterable[Any]) -> list[Any]:
@@ -59,6 +67,7 @@ def steps_to_try(choice: Choice, most_rows: int) -> Iterator[tuple[int, int]]:
 
 def make_probe(
     layer: Any,  # an attention layer with its cache, [num_blocks, Hkv, block_size, 2 * D]
+    *,
     num_reqs: int,
     length: int,  # queries of a request
     context: int,  # tokens before them
@@ -83,7 +92,6 @@ def make_probe(
         seq_lens=flags + context + length,
         max_seq_len=longest,
         block_table=(pages % num_blocks).repeat(num_reqs, 1),
-        slot_mapping=flags,
         causal=flags,
         by_blocks=False,
         symmetric=flags,
