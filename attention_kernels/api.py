@@ -1,12 +1,14 @@
 """Paged variable-length attention with a causal flag per request and one- or two-sided windows."""
 
+import importlib
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Literal
 
 import torch
 
-from attention_kernels.fa4 import import_fa4
+from attention_kernels.batch import Batch
 from attention_kernels.support import FP8, Case, fa4_reason, triton_reason
 
 Impl = Literal["triton", "fa4", "reference"]
@@ -57,20 +59,29 @@ def attention(
         ImportError: a package of `impl` is missing; says which.
         RuntimeError: "triton" splits keys for the first time while a CUDA graph is captured.
     """
-    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal)
-    _check_tensors(*tensors, window_rule, spans, key_scale, value_scale, output)
-    _check_options(query, key_cache, softcap, window_rule)
+    symmetric = window_rule
+    if isinstance(symmetric, str):
+        symmetric = torch.full_like(causal, int(window_rule == "symmetric"))
+    batch = Batch(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        causal=causal,
+        symmetric=symmetric,
+        spans=spans,
+    )
+    _check_tensors(batch, key_scale, value_scale, output)
+    _check_options(batch, softcap, window_rule)
     longest = block_table.shape[1] * key_cache.shape[1]
     longest = longest if max_seq_len is None else min(max_seq_len, longest)
-    run = _find_implementation(impl, query, key_cache, longest, verifies)
+    run = _find_implementation(impl, batch, longest, verifies)
     if output is None:
         output = query.new_zeros(query.shape)
-    if isinstance(window_rule, str):
-        window_rule = torch.full_like(causal, int(window_rule == "symmetric"))
     run(
-        *tensors,
-        symmetric=window_rule,
-        spans=spans,
+        batch,
         output=output,
         scale=scale,
         window_left=window_left,
@@ -82,52 +93,43 @@ def attention(
 
 
 def _check_tensors(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    causal: torch.Tensor,
-    window_rule: WindowRule | torch.Tensor,
-    spans: torch.Tensor | None,
+    batch: Batch,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     output: torch.Tensor | None,
 ) -> None:
     """Raises ValueError if a tensor has another shape, dtype or device than `attention` asks
     for."""
-    num_tokens, num_heads, head_size = _checked_shape("query", query, 3)
-    num_blocks, block_size, num_kv_heads, _ = _checked_shape("key_cache", key_cache, 4)
-    num_reqs, max_blocks = _checked_shape("block_table", block_table, 2)
-    cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
-    expected: tuple[tuple[str, object, tuple[int, ...], torch.dtype], ...] = (
-        ("key_cache", key_cache, cache_shape, key_cache.dtype),  # dtype: `_check_options`
-        ("value_cache", value_cache, cache_shape, key_cache.dtype),
-        ("block_table", block_table, (num_reqs, max_blocks), torch.int32),
-        ("query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32),
-        ("seq_lens", seq_lens, (num_reqs,), torch.int32),
-        ("causal", causal, (num_reqs,), torch.int32),
-        ("window_rule", window_rule, (num_reqs,), torch.int32),
-        ("spans", spans, (num_tokens, 2), torch.int32),
+    num_tokens, num_heads, head_size = _checked_shape("query", batch.query, 3)
+    num_blocks, block_size, num_kv_heads, _ = _checked_shape("key_cache", batch.key_cache, 4)
+    num_reqs, max_blocks = _checked_shape("block_table", batch.block_table, 2)
+    cache_shape, cache_dtype = (
+        (num_blocks, block_size, num_kv_heads, head_size),
+        batch.key_cache.dtype,
+    )
+    expected: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype], ...] = (
+        ("key_cache", batch.key_cache, cache_shape, cache_dtype),  # dtype: `_check_options`
+        ("value_cache", batch.value_cache, cache_shape, cache_dtype),
+        ("block_table", batch.block_table, (num_reqs, max_blocks), torch.int32),
+        ("query_start_loc", batch.query_start_loc, (num_reqs + 1,), torch.int32),
+        ("seq_lens", batch.seq_lens, (num_reqs,), torch.int32),
+        ("causal", batch.causal, (num_reqs,), torch.int32),
+        ("window_rule", batch.symmetric, (num_reqs,), torch.int32),
+        ("spans", batch.spans, (num_tokens, 2), torch.int32),
         ("key_scale", key_scale, (1,), torch.float32),
         ("value_scale", value_scale, (1,), torch.float32),
-        ("output", output, (num_tokens, num_heads, head_size), query.dtype),
+        ("output", output, (num_tokens, num_heads, head_size), batch.query.dtype),
     )
     for name, tensor, shape, dtype in expected:
-        if isinstance(tensor, torch.Tensor):
+        if tensor is not None:
             _expect(name, "shape", shape, tuple(tensor.shape))
             _expect(name, "dtype", dtype, tensor.dtype)
-            _expect(name, "query's device", query.device, tensor.device)
+            _expect(name, "query's device", batch.query.device, tensor.device)
 
 
-def _check_options(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    softcap: float,
-    window_rule: WindowRule | torch.Tensor,
-) -> None:
+def _check_options(batch: Batch, softcap: float, window_rule: WindowRule | torch.Tensor) -> None:
     """Raises ValueError for dtypes, heads and options that no implementation supports."""
+    query, key_cache = batch.query, batch.key_cache
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
     if key_cache.dtype not in (query.dtype, FP8):
@@ -148,7 +150,7 @@ def _check_options(
 
 
 def _find_implementation(
-    impl: Impl, query: torch.Tensor, key_cache: torch.Tensor, max_seq_len: int, verifies: bool
+    impl: Impl, batch: Batch, max_seq_len: int, verifies: bool
 ) -> Callable[..., object]:
     """Returns the function that `impl` names. Raises ValueError if it does not support this case,
     and ImportError if its package is missing."""
@@ -158,7 +160,7 @@ def _find_implementation(
         return reference.attention
     if impl not in ("triton", "fa4"):
         raise ValueError(f"impl must be 'triton', 'fa4' or 'reference', got {impl!r}")
-    on_gpu = query.device.type == "cuda"
+    query, on_gpu = batch.query, batch.query.device.type == "cuda"
     if impl == "fa4" and not on_gpu:
         raise ValueError(
             f"impl 'fa4' takes tensors on a GPU, got query on {query.device}: move all tensors to "
@@ -166,14 +168,27 @@ def _find_implementation(
         )
     # Without a GPU, Triton's interpreter stands in for Hopper.
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
-    case = Case(capability, query.shape[-1], query.dtype, key_cache.dtype)
+    case = Case(capability, query.shape[-1], query.dtype, batch.key_cache.dtype)
     if reason := (triton_reason if impl == "triton" else fa4_reason)(case):
         raise ValueError(f"impl {impl!r} takes {reason}")
-    if impl == "triton":
-        from attention_kernels import triton_fwd
+    if impl == "fa4":
+        return import_fa4().attention
+    from attention_kernels import triton_fwd
 
-        return partial(triton_fwd.attention, max_seq_len=max_seq_len, verifies=verifies)
-    return import_fa4().attention
+    return partial(triton_fwd.attention, max_seq_len=max_seq_len, verifies=verifies)
+
+
+def import_fa4() -> ModuleType:
+    """Returns the module `fa4_fwd`. Raises ImportError, which says what to install, if the package
+    flash-attn-4 is missing."""
+    try:
+        importlib.import_module("flash_attn.cute.interface")
+        return importlib.import_module("attention_kernels.fa4_fwd")
+    except ImportError as error:
+        raise ImportError(
+            f"FlashAttention-4 needs the package flash-attn-4 ({error}). Install the extra fa4 "
+            f"(pip install 'vllm-dllm[fa4]') or leave out FlashAttention-4."
+        ) from error
 
 
 def _checked_shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:

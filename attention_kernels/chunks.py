@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention_kernels.batch import Batch
 from attention_kernels.tiling import FAR, find_request, images, key_range, with_images
 
 CHUNK = 256  # queries; a canvas of the 26B model is one chunk
@@ -34,53 +35,52 @@ class Chunks:
     # keys of the chunk, with no keys for other rows; None: there are no images
 
     @classmethod
-    def cut(
-        cls,
-        block_table: torch.Tensor,  # [N, max_blocks] int32
-        query_start_loc: torch.Tensor,  # [N + 1] int32
-        seq_lens: torch.Tensor,  # [N] int32
-        causal: torch.Tensor,  # [N] int32
-        symmetric: torch.Tensor,  # [N] int32
-        *,
-        num_tokens: int,  # at least T
-        block_size: int,
-        window_left: int,
-        spans: torch.Tensor | None = None,  # [num_tokens, 2] int32; None: no images
-    ) -> "Chunks":
-        """Returns the chunks of a batch, cut in one small kernel. Their shapes depend only on the
-        arguments' shapes and numbers, so a CUDA graph can capture it."""
-        num_reqs, max_blocks = block_table.shape
+    def allocate(cls, batch: Batch, window_left: int) -> "Chunks":
+        """Returns chunks whose tensors are not set yet. The shapes depend only on those of `batch`
+        and on the window, so a CUDA graph can capture what uses them."""
+        table, block_size, num_tokens = (
+            batch.block_table,
+            batch.key_cache.shape[1],
+            len(batch.query),
+        )
+        num_reqs, num_pages = table.shape
         num_chunks = num_tokens // CHUNK + num_reqs  # see `tiling.find_request`
-        num_pages = max_blocks
         if window_left >= 0:
             # A request's queries and what the first of them sees, wherever its pages start.
-            num_pages = min(max_blocks, triton.cdiv(window_left + num_tokens, block_size) + 1)
-        chunks = cls(
-            block_table.new_empty(num_chunks + 1),
-            block_table.new_empty(num_chunks),
-            block_table.new_empty(num_chunks, num_pages),
-            block_table.new_empty(num_chunks, 3),
-            None if spans is None else spans.new_empty(num_chunks, CHUNK, 2),
+            num_pages = min(num_pages, triton.cdiv(window_left + num_tokens, block_size) + 1)
+        spans = batch.spans
+        return cls(
+            query_start_loc=table.new_empty(num_chunks + 1),
+            seq_lens=table.new_empty(num_chunks),
+            block_table=table.new_empty(num_chunks, num_pages),
+            bands=table.new_empty(num_chunks, 3),
+            images=None if spans is None else spans.new_empty(num_chunks, CHUNK, 2),
         )
+
+    @classmethod
+    def cut(cls, batch: Batch, window_left: int) -> "Chunks":
+        """Returns the chunks of a batch, cut in one small kernel."""
+        chunks = cls.allocate(batch, window_left)
+        num_chunks, num_pages = chunks.block_table.shape
         _cut_kernel[(num_chunks,)](
-            block_table,
-            query_start_loc,
-            seq_lens,
-            causal,
-            symmetric,
-            spans,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.causal,
+            batch.symmetric,
+            batch.spans,
             chunks.query_start_loc,
             chunks.seq_lens,
             chunks.block_table,
             chunks.bands,
             chunks.images,
-            num_reqs,
+            len(batch.block_table),
             num_chunks,
             num_pages,
             window_left,
-            block_table.stride(0),
+            batch.block_table.stride(0),
             CHUNK=CHUNK,
-            PAGE=block_size,
+            PAGE=batch.key_cache.shape[1],
             PAGES_A_STEP=128,
         )
         return chunks

@@ -3,9 +3,9 @@
     python -m attention_kernels.fa4_ahead MODULE:FUNCTION STEPS PARENT
 
 MODULE:FUNCTION is vLLM's `flash_attn_varlen_func`, STEPS the JSON of a list of `Step`, PARENT the
-id of the process with which this one ends. The environment says for which chip, and where
-FlashAttention-4 keeps what it compiles (see `variables`). Tensors are PyTorch's fake ones, by which
-it knows that there is nothing to run.
+id of the process with which this one ends. The environment says for which chip (see
+`chip_variables`), and where FlashAttention-4 keeps what it compiles. Tensors are PyTorch's fake
+ones, by which it knows that there is nothing to run.
 """
 
 import importlib
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention_kernels.chunks import CHUNK, Chunks
+from attention_kernels.batch import Batch
+from attention_kernels.chunks import Chunks
 
 
 class Step(NamedTuple):
@@ -40,7 +41,7 @@ class Step(NamedTuple):
     dtype: str  # PyTorch's name
 
 
-def variables(capability: tuple[int, int], num_multiprocessors: int) -> dict[str, str]:
+def chip_variables(capability: tuple[int, int], num_multiprocessors: int) -> dict[str, str]:
     """Returns the variables of the environment that make FlashAttention-4 compile for a chip."""
     chip = "sm_{}{}".format(*capability)
     return {
@@ -52,49 +53,51 @@ def variables(capability: tuple[int, int], num_multiprocessors: int) -> dict[str
 
 
 def compile_step(step: Step, forward: Any) -> None:
-    """Compiles what a layer runs in `step`. Called with fake tensors."""
-    from attention_kernels.fa4_flags import attend_by_flags
-    from attention_kernels.fa4_fwd import attend_chunks  # needs the compiler of CuTe
+    """Compiles what a layer runs in `step`. Called with fake tensors. `forward`: vLLM's
+    `flash_attn_varlen_func`."""
+    from attention_kernels.fa4_fwd import attend_by_flags, attend_chunks  # needs CuTe's compiler
+
+    batch = _fake_batch(step)
+    output = torch.empty_like(batch.query)
+    if not step.by_flags:
+        chunks = Chunks.allocate(batch, step.window_left)
+        attend_chunks(
+            batch, chunks, output=output, scale=1.0, softcap=step.softcap, forward=forward
+        )
+        return
+    attend_by_flags(
+        batch,
+        output=output,
+        scale=1.0,
+        softcap=step.softcap,
+        max_query_len=step.query_len,
+        max_seq_len=step.longest,
+        forward=forward,
+    )
+
+
+def _fake_batch(step: Step) -> Batch:
+    """Returns a batch whose tensors have the shapes, types and strides of those in `step`."""
 
     def int32(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="cuda")
 
     rows, dtype = step.num_reqs * step.query_len, getattr(torch, step.dtype)
-    query = torch.empty(rows, step.num_heads, step.head_size, dtype=dtype, device="cuda")
     # As vLLM allocates it: keys beside values, all tokens of a head together.
     shape = (1024, step.num_kv_heads, step.block_size, 2 * step.head_size)
     cache = torch.empty(shape, dtype=dtype, device="cuda").transpose(1, 2)
     keys, values = cache.split(step.head_size, dim=-1)
-    num_pages = -(-step.longest // step.block_size)
-    if step.by_flags:
-        attend_by_flags(
-            query,
-            keys,
-            values,
-            int32(step.num_reqs, num_pages),
-            int32(step.num_reqs + 1),
-            int32(step.num_reqs),
-            int32(step.num_reqs),
-            output=torch.empty_like(query),
-            scale=1.0,
-            softcap=step.softcap,
-            max_query_len=step.query_len,
-            max_seq_len=step.longest,
-            forward=forward,
-        )
-        return
-    count = rows // CHUNK + step.num_reqs
-    if step.window_left >= 0:
-        num_pages = min(num_pages, -(-(step.window_left + rows) // step.block_size) + 1)
-    chunks = Chunks(
-        int32(count + 1),
-        int32(count),
-        int32(count, num_pages),
-        int32(count, 3),
-        int32(count, CHUNK, 2) if step.has_images else None,
+    return Batch(
+        query=torch.empty(rows, step.num_heads, step.head_size, dtype=dtype, device="cuda"),
+        key_cache=keys,
+        value_cache=values,
+        block_table=int32(step.num_reqs, -(-step.longest // step.block_size)),
+        query_start_loc=int32(step.num_reqs + 1),
+        seq_lens=int32(step.num_reqs),
+        causal=int32(step.num_reqs),
+        symmetric=int32(step.num_reqs),
+        spans=int32(rows, 2) if step.has_images else None,
     )
-    output = torch.empty_like(query)
-    attend_chunks(query, keys, values, chunks, output, 1.0, step.softcap, forward)
 
 
 def end_with(parent: int) -> None:

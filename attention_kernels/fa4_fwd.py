@@ -1,6 +1,9 @@
-"""The same attention with FlashAttention-4, on Hopper and Blackwell.
+"""The same attention with FlashAttention-4, on Hopper and Blackwell, in one of two ways.
 
-FlashAttention-4 has one causal flag and one window per launch, but accepts a mask function with
+By flags (`attend_by_flags`): vLLM's copy takes a causal flag for each request on Hopper, which is
+all that layers without a window need.
+
+By masks (`attention`): FlashAttention-4 has one window per launch, but accepts a mask function with
 tensors of its own. So the batch is cut into chunks (`chunks.py`), which still skips keys that no
 query sees, and `band_mask` masks inside each chunk, or `image_mask` in a step with images. The hash
 of the function's own text is part of FlashAttention-4's compile key, so no variant is mistaken for
@@ -18,12 +21,11 @@ import torch
 from cutlass import Int32, Uint32
 from cutlass._mlir.dialects import llvm
 
+from attention_kernels.batch import Batch
 from attention_kernels.chunks import CHUNK, Chunks
-from attention_kernels.support import check_contiguous, check_last_strides
 
 Forward = Callable[..., Any]
-"""FlashAttention-4 with the arguments that `attend_chunks` passes: those of vLLM's
-`flash_attn_varlen_func`."""
+"""FlashAttention-4 with the arguments of vLLM's `flash_attn_varlen_func`."""
 
 _ALIGNMENT = 16  # bytes, for its vectorised loads
 
@@ -72,23 +74,44 @@ def image_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     return is_seen | (after(first, kv_idx) < length)
 
 
-def attention(
-    query: torch.Tensor,  # [T, Hq, D] fp16 or bf16
-    key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D] query's dtype
-    value_cache: torch.Tensor,  # like key_cache
-    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
-    seq_lens: torch.Tensor,  # [num_reqs] int32
-    causal: torch.Tensor,  # [num_reqs] int32
+def attend_by_flags(
+    batch: Batch,  # without images; its window rules are not read
     *,
-    symmetric: torch.Tensor,  # [num_reqs] int32
+    output: torch.Tensor,  # [T, Hq, D]
+    scale: float,
+    softcap: float,
+    max_query_len: int,  # tokens
+    max_seq_len: int,  # tokens
+    forward: Forward,  # that of vLLM
+) -> None:
+    """Writes attention's result for a layer without a window to `output`. Requests are causal or
+    not, as `batch.causal` says."""
+    forward(
+        q=batch.query,
+        k=batch.key_cache,
+        v=batch.value_cache,
+        out=output,
+        cu_seqlens_q=batch.query_start_loc,
+        seqused_k=batch.seq_lens,
+        block_table=batch.block_table,
+        max_seqlen_q=max(max_query_len, CHUNK),  # fewer would be another compile key
+        max_seqlen_k=max_seq_len,
+        softmax_scale=scale,
+        softcap=softcap,
+        causal=True,  # where the request's flag says so
+        dynamic_causal=batch.causal,
+    )
+
+
+def attention(
+    batch: Batch,  # fp16 or bf16, the cache like the query
+    *,
     output: torch.Tensor,  # [T, Hq, D], written at the rows of requests
     scale: float,
     window_left: int,
     softcap: float,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
-    spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
     chunks: Chunks | None = None,  # from an earlier layer with the same batch and window
     forward: Forward | None = None,  # None: that of the package flash-attn-4
 ) -> Chunks | None:
@@ -105,45 +128,27 @@ def attention(
     for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
         if scale_of is not None:
             raise ValueError(f"impl 'fa4' takes no {name}: it reads caches of the query's dtype")
-    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output}
-    for name, tensor in tensors.items():
-        _check_alignment(name, tensor)
-    check_last_strides(
-        "fa4",
-        block_table=block_table,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        causal=causal,
-        window_rule=symmetric,
-    )
-    check_contiguous("fa4", spans)
-    if len(query) == 0 or len(seq_lens) == 0:
+    _check_alignment("query", batch.query)
+    _check_alignment("key_cache", batch.key_cache)
+    _check_alignment("value_cache", batch.value_cache)
+    _check_alignment("output", output)
+    batch.check_strides("fa4", output)
+    if batch.is_empty:
         return None
     if chunks is None:
-        chunks = Chunks.cut(
-            block_table,
-            query_start_loc,
-            seq_lens,
-            causal,
-            symmetric,
-            num_tokens=len(query),
-            block_size=key_cache.shape[1],
-            window_left=window_left,
-            spans=spans,
-        )
-    attend_chunks(query, key_cache, value_cache, chunks, output, scale, softcap, forward)
+        chunks = Chunks.cut(batch, window_left)
+    attend_chunks(batch, chunks, output=output, scale=scale, softcap=softcap, forward=forward)
     return chunks
 
 
 def attend_chunks(
-    query: torch.Tensor,  # [T, Hq, D]
-    key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
-    value_cache: torch.Tensor,
-    chunks: Chunks,
+    batch: Batch,
+    chunks: Chunks,  # of the batch
+    *,
     output: torch.Tensor,  # [T, Hq, D]
     scale: float,
     softcap: float,
-    forward: Forward | None = None,
+    forward: Forward | None = None,  # None: that of the package flash-attn-4
 ) -> None:
     """Writes attention's result to `output`, by running FlashAttention-4 with each chunk as a
     request."""
@@ -151,15 +156,15 @@ def attend_chunks(
     if chunks.images is not None:
         mask, tensors = image_mask, [chunks.bands, chunks.images]
     (forward or _package_forward)(
-        q=query,
-        k=key_cache,
-        v=value_cache,
+        q=batch.query,
+        k=batch.key_cache,
+        v=batch.value_cache,
         out=output,
         cu_seqlens_q=chunks.query_start_loc,
         seqused_k=chunks.seq_lens,
         block_table=chunks.block_table,
         max_seqlen_q=CHUNK,  # constant, because it is part of the compile key
-        max_seqlen_k=chunks.block_table.shape[1] * key_cache.shape[1],
+        max_seqlen_k=chunks.block_table.shape[1] * batch.key_cache.shape[1],
         softmax_scale=scale,
         softcap=softcap,
         mask_mod=mask,

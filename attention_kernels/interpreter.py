@@ -38,7 +38,7 @@ def interpret_language() -> None:
     triton.knobs.runtime.interpret = True
     triton.knobs.propagate_env = propagates
     # A barrier orders the threads of a block; the interpreter has one.
-    tl.debug_barrier = _no_barrier
+    tl.debug_barrier = lambda *_, **__: None
     stand_ins: dict[int, InterpretedFunction] = {}
     for name, module in list(sys.modules.items()):
         if not name.startswith("triton.language"):
@@ -89,7 +89,3 @@ def _carry_when_rounding_to_fp8() -> None:
         return fp8.view(torch.uint8).numpy().reshape(data.shape)
 
     interpreter._convert_float = rounded
-
-
-def _no_barrier(*args: Any, **kwargs: Any) -> None:
-    """Does nothing. Stands in for `tl.debug_barrier`."""

@@ -60,34 +60,23 @@ def visible(
 ) -> torch.Tensor:
     """Returns whether each query sees each key, bool of the broadcast shape. The caller leaves out
     keys past the end of the request."""
-    seen = _visible_as_text(query_pos, key_pos, context_len, causal, window_left, symmetric)
-    if spans is None:
-        return seen
-    first, end = spans.unbind(-1)
-    return seen | ((key_pos >= first) & (key_pos < end))
-
-
-def _visible_as_text(
-    query_pos: torch.Tensor,
-    key_pos: torch.Tensor,
-    context_len: torch.Tensor | int,
-    causal: torch.Tensor | int,
-    window_left: int,
-    symmetric: torch.Tensor | bool,
-) -> torch.Tensor:
-    """Returns the result of `visible` for queries that belong to no image."""
     block = torch.as_tensor(causal, device=query_pos.device).long()
     verifying = verifying_end(query_pos, context_len, (-block).clamp(min=1))
-    end = torch.where(block < 0, verifying, block_end(query_pos, block))
-    causal, seen = block != 0, (key_pos < end) | (key_pos == query_pos)
-    symmetric = torch.as_tensor(symmetric, device=query_pos.device)
-    back = query_pos - key_pos
+    end_of_keys = torch.where(block < 0, verifying, block_end(query_pos, block))
+    is_causal, seen = block != 0, (key_pos < end_of_keys) | (key_pos == query_pos)
     if window_left < 0:
-        return seen | ~causal
-    causal_rule = seen & (back <= window_left)
-    symmetric_rule = back.abs() <= window_left
-    reference_rule = key_pos >= context_len - window_left
-    return torch.where(causal, causal_rule, torch.where(symmetric, symmetric_rule, reference_rule))
+        seen = seen | ~is_causal
+    else:
+        back = query_pos - key_pos
+        symmetric_rule = back.abs() <= window_left
+        reference_rule = key_pos >= context_len - window_left
+        symmetric = torch.as_tensor(symmetric, device=query_pos.device)
+        bidirectional = torch.where(symmetric, symmetric_rule, reference_rule)
+        seen = torch.where(is_causal, seen & (back <= window_left), bidirectional)
+    if spans is not None:
+        first, end = spans.unbind(-1)
+        seen = seen | ((key_pos >= first) & (key_pos < end))
+    return seen
 
 
 def block_end(

@@ -63,27 +63,6 @@ def fa4_reason(case: Case) -> str | None:
     return None
 
 
-def check_last_strides(impl: str, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for a tensor whose last dimension has gaps, because the kernels assume a
-    stride of 1 there."""
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(
-                f"impl {impl!r} takes a {name} that is contiguous along its last dimension, got "
-                f"strides {tensor.stride()} for shape {tuple(tensor.shape)}: pass a contiguous copy"
-            )
-
-
-def check_contiguous(impl: str, spans: torch.Tensor | None) -> None:
-    """Raises ValueError for gaps in `spans`, because the kernels read them as pairs, one after
-    another."""
-    if spans is not None and not spans.is_contiguous():
-        raise ValueError(
-            f"impl {impl!r} takes contiguous spans, got strides {spans.stride()} for shape "
-            f"{tuple(spans.shape)}: pass a contiguous copy"
-        )
-
-
 def _name(case: Case) -> str:
     """Returns the GPU's architecture by NVIDIA's name, such as sm_90."""
     return "sm_{}{}".format(*case.capability)

@@ -5,12 +5,13 @@ A NaN in an output means that a kernel read what it was not given.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from attention_kernels import reference
+from attention_kernels.batch import Batch
 from attention_kernels.rounding import FEW, dot_error, row_error, sum_error, unit_roundoff
 
 
@@ -32,19 +33,8 @@ class Request(NamedTuple):
         return spans[self.context_len :]
 
 
-@dataclass(frozen=True)
-class PagedBatch:
-    """The tensor arguments of `api.attention`."""
-
-    query: torch.Tensor  # [T, Hq, D]
-    key_cache: torch.Tensor  # [num_blocks, block_size, Hkv, D]
-    value_cache: torch.Tensor  # [num_blocks, block_size, Hkv, D]
-    block_table: torch.Tensor  # [num_reqs, max_blocks] int32
-    query_start_loc: torch.Tensor  # [num_reqs + 1] int32
-    seq_lens: torch.Tensor  # [num_reqs] int32
-    causal: torch.Tensor  # [num_reqs] int32
-    symmetric: torch.Tensor  # [num_reqs] int32
-    spans: torch.Tensor | None = None  # [T, 2] int32; None: no request has images
+class PagedBatch(Batch):
+    """A batch that tests and benches make and change."""
 
     @classmethod
     def random(
@@ -106,25 +96,24 @@ class PagedBatch:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the batch as keyword arguments of `api.attention`."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = dict(vars(self))
         return {"window_rule": tensors.pop("symmetric"), **tensors}
 
     def to(self, device: str | torch.device) -> "PagedBatch":
         """Returns a copy of the batch on `device`."""
-        moved = {
-            field.name: tensor.to(device)
-            for field in fields(self)
-            if (tensor := getattr(self, field.name)) is not None
-        }
-        return PagedBatch(**moved)
+        tensors = vars(self).items()
+        return PagedBatch(**{n: tensor.to(device) for n, tensor in tensors if tensor is not None})
 
     def reference(self, dtype: torch.dtype, **options: Any) -> torch.Tensor:
         """Returns the result of `reference.attention` [T, Hq, D] for the same numbers in
         `dtype`."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("query", "key_cache", "value_cache"):
-            tensors[name] = tensors[name].to(dtype)
-        return reference.attention(**tensors, **options)
+        batch = replace(
+            self,
+            query=self.query.to(dtype),
+            key_cache=self.key_cache.to(dtype),
+            value_cache=self.value_cache.to(dtype),
+        )
+        return reference.attention(batch, **options)
 
     def probe(self, first_key: int) -> "PagedBatch":
         """Returns a batch with zero queries, and one-hot values at the D keys from position

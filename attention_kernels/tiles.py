@@ -61,12 +61,12 @@ class Tiles:
         cls,
         head_size: int,
         group: int,  # query heads a key head
-        element_size: int,
-        cache_element_size: int,
-        capability: tuple[int, int],
+        element_size: int,  # of the query, in bytes
+        cache_element_size: int,  # in bytes
+        capability: tuple[int, int],  # compute capability of the GPU
     ) -> "Tiles":
         """Returns the largest tile whose queries, keys and values fit the shared memory, and whose
-        results fit the registers. `capability`: the GPU's compute capability."""
+        results fit the registers."""
         padded = triton.next_power_of_2(head_size)
         num_warps = 4
         if element_size == 2 and padded >= 256 and capability[0] not in _OF_GROUPS:

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 import triton
 
-from attention_kernels.support import check_contiguous, check_last_strides
+from attention_kernels.batch import Batch
 from attention_kernels.tiles import Tiles
 from attention_kernels.triton_kernels import _attention_kernel
 
@@ -28,15 +28,8 @@ _MOST_JOINED = 1 << 16  # most tiles of a launch that splits keys; it has few, o
 
 
 def attention(
-    query: torch.Tensor,  # [T, Hq, D] fp16, bf16 or fp32
-    key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D] query's dtype or fp8 e4m3
-    value_cache: torch.Tensor,  # like key_cache
-    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
-    seq_lens: torch.Tensor,  # [num_reqs] int32
-    causal: torch.Tensor,  # [num_reqs] int32
+    batch: Batch,
     *,
-    symmetric: torch.Tensor,  # [num_reqs] int32
     output: torch.Tensor,  # [T, Hq, D], written at the rows of requests
     scale: float,
     window_left: int,
@@ -44,9 +37,7 @@ def attention(
     key_scale: torch.Tensor | None,  # [1] fp32
     value_scale: torch.Tensor | None,
     max_seq_len: int,
-    spans: torch.Tensor | None = None,  # [T, 2] int32; None: no images
-    num_splits: int | None = None,  # None: enough to fill the GPU
-    verifies: bool = False,  # whether `causal` may be negative
+    verifies: bool = False,  # whether `batch.causal` may be negative
 ) -> None:
     """Writes to `output` what `api.attention` describes; that function checks the other arguments.
     Launches on one device must follow one another, because those that split keys share counters.
@@ -55,111 +46,33 @@ def attention(
         ValueError: for a tensor that is not contiguous along its last dimension; for tensors that
             are not on a GPU; and for bf16 in Triton's interpreter, which multiplies it wrongly.
     """
+    query, key_cache, value_cache = batch.query, batch.key_cache, batch.value_cache
     _check_device(query)
-    check_last_strides(
-        "triton",
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        causal=causal,
-        window_rule=symmetric,
-        output=output,
-    )
-    check_contiguous("triton", spans)
-    if len(query) == 0 or len(seq_lens) == 0:
+    batch.check_strides("triton", output)
+    if batch.is_empty:
         return
-    cut = _Cut.choose(query, key_cache, len(seq_lens), window_left, max_seq_len, num_splits)
-    partial_output = partial_lse = arrivals = output  # unused unless the keys are split
-    if cut.num_splits > 1:
-        shape = (cut.num_splits, *query.shape[:2])
-        partial_output = query.new_empty(*shape, query.shape[2], dtype=torch.float32)
-        partial_lse = query.new_empty(shape, dtype=torch.float32)
-        arrivals = _arrivals(query.device)
-        assert cut.num_tiles * cut.num_parts * key_cache.shape[2] <= len(arrivals)
-    _launch(
-        (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, causal, symmetric),
-        spans,
-        (key_scale, value_scale),
-        (output, partial_output, partial_lse, arrivals),
-        cut,
-        scale=scale,
-        window_left=window_left,
-        softcap=softcap,
-        verifies=verifies,
-    )
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How one launch is divided: into tiles of queries, heads of a tile, shares of the keys."""
-
-    tiles: Tiles
-    num_reqs: int
-    num_tiles: int
-    num_parts: int  # programs that share a key head
-    num_splits: int
-
-    @classmethod
-    def choose(
-        cls,
-        query: torch.Tensor,  # [T, Hq, D]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
-        num_reqs: int,
-        window_left: int,
-        max_seq_len: int,
-        num_splits: int | None,
-    ) -> "_Cut":
-        """Returns how to divide a launch. `num_splits`: shares of the keys; None: enough to fill
-        the GPU."""
-        num_tokens, num_heads, head_size = query.shape
-        num_kv_heads = key_cache.shape[2]
-        group = num_heads // num_kv_heads
-        tiles = Tiles.choose(
-            head_size,
-            group,
-            query.element_size(),
-            key_cache.element_size(),
-            _capability(query.device),
-        )
-        num_parts = triton.cdiv(group, tiles.heads)
-        if num_splits is None:
-            in_window = min(max_seq_len, window_left + num_tokens)
-            num_keys = max_seq_len if window_left < 0 else in_window
-            # Tiles with queries are at least so many; no request is expected to be empty.
-            num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * num_parts
-            num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
-        # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
-        num_tiles = num_tokens // tiles.block_q + num_reqs
-        return cls(tiles, num_reqs, num_tiles, num_parts, num_splits)
-
-
-def _launch(
-    inputs: tuple[torch.Tensor, ...],  # those of `attention`, from `query` to `symmetric`
-    spans: torch.Tensor | None,  # [T, 2] int32
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],  # of keys, of values
-    outputs: tuple[torch.Tensor, ...],  # whole; of each share: partial, log-sum-exp; arrivals
-    cut: _Cut,
-    *,
-    scale: float,
-    window_left: int,
-    softcap: float,
-    verifies: bool,
-) -> None:
-    """Launches the kernel, which writes attention's result and the shares' results into
-    `outputs`."""
-    query, key_cache, value_cache, block_table = inputs[:4]
+    cut = _Cut.choose(batch, window_left, max_seq_len)
+    partial_output, partial_lse, arrivals = cut.allocate_shares(output)
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     tiles = cut.tiles
     _attention_kernel[(cut.num_tiles, num_kv_heads * cut.num_parts, cut.num_splits)](
-        *inputs,
-        spans,
-        *(query if scale_of is None else scale_of for scale_of in scales),
-        *outputs,
-        cut.num_reqs,
+        query,
+        key_cache,
+        value_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.causal,
+        batch.symmetric,
+        batch.spans,
+        query if key_scale is None else key_scale,
+        query if value_scale is None else value_scale,
+        output,
+        partial_output,
+        partial_lse,
+        arrivals,
+        len(batch.seq_lens),
         num_tokens,
         window_left,
         scale,
@@ -167,8 +80,8 @@ def _launch(
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table.stride(0),
-        *outputs[0].stride()[:2],
+        batch.block_table.stride(0),
+        *output.stride()[:2],
         HQ=num_heads,
         GROUP=num_heads // num_kv_heads,
         HEADS=tiles.heads,
@@ -184,11 +97,68 @@ def _launch(
         HAS_WINDOW=window_left >= 0,
         VERIFIES=verifies,
         HAS_SOFTCAP=softcap > 0,
-        HAS_KEY_SCALE=scales[0] is not None,
-        HAS_VALUE_SCALE=scales[1] is not None,
+        HAS_KEY_SCALE=key_scale is not None,
+        HAS_VALUE_SCALE=value_scale is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one launch is divided: into tiles of queries, heads of a tile, shares of the keys."""
+
+    tiles: Tiles
+    num_tiles: int
+    num_parts: int  # programs that share a key head
+    num_splits: int  # the most shares of a tile's keys
+    num_counters: int  # of shares that are done
+
+    @classmethod
+    def choose(cls, batch: Batch, window_left: int, max_seq_len: int) -> "_Cut":
+        """Returns how to divide a launch, with as many shares of the keys as fill the GPU."""
+        query, key_cache, num_reqs = batch.query, batch.key_cache, len(batch.seq_lens)
+        num_tokens, num_heads, head_size = query.shape
+        num_kv_heads = key_cache.shape[2]
+        group = num_heads // num_kv_heads
+        tiles = Tiles.choose(
+            head_size=head_size,
+            group=group,
+            element_size=query.element_size(),
+            cache_element_size=key_cache.element_size(),
+            capability=_capability(query.device),
+        )
+        num_parts = triton.cdiv(group, tiles.heads)
+        in_window = min(max_seq_len, window_left + num_tokens)
+        num_keys = max_seq_len if window_left < 0 else in_window
+        # Tiles with queries are at least so many; no request is expected to be empty.
+        num_busy = max(num_tokens // tiles.block_q, num_reqs) * num_kv_heads * num_parts
+        num_splits = _choose_splits(num_busy, num_keys, _num_processors(query.device))
+        # A request of q queries has at most q // block_q + 1 tiles; see `find_request`.
+        num_tiles = num_tokens // tiles.block_q + num_reqs
+        return cls(
+            tiles=tiles,
+            num_tiles=num_tiles,
+            num_parts=num_parts,
+            num_splits=num_splits,
+            num_counters=num_tiles * num_parts * num_kv_heads,
+        )
+
+    def allocate_shares(
+        self, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what the kernel calls `partial_output`, `partial_lse` and `arrivals`. If the keys
+        are not split, it does not use them, and all three are `output`."""
+        if self.num_splits == 1:
+            return output, output, output
+        arrivals = _arrivals(output.device)
+        assert self.num_counters <= len(arrivals)
+        shape = (self.num_splits, *output.shape)
+        return (
+            output.new_empty(shape, dtype=torch.float32),
+            output.new_empty(shape[:-1], dtype=torch.float32),
+            arrivals,
+        )
 
 
 def _check_device(query: torch.Tensor) -> None:

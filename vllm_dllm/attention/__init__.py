@@ -44,9 +44,7 @@ def gpu_backend(vllm_config: VllmConfig) -> AttentionBackendEnum | None:
     """Returns vLLM's name for our GPU attention. Returns None if it does not support this GPU or
     type of cache, if batch invariance is asked for, or if another extension has taken the name."""
     name = vllm_attention.custom_attention_backend(GPU_BACKEND)
-    if name is None:
-        return None
-    if not current_platform.is_cuda():
+    if name is None or not current_platform.is_cuda():
         return None
     backend, capability = name.get_class(), current_platform.get_device_capability()
     cache_dtype = vllm_config.cache_config.cache_dtype

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from attention_kernels import fa4_ahead
-from attention_kernels.fa4_ahead import Step, variables
+from attention_kernels.fa4_ahead import Step, chip_variables
 from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.attention.warm_up import steps_to_try
 from vllm_dllm.measured import folder
@@ -94,14 +94,14 @@ def compile_ahead(
     capability = current_platform.get_device_capability()
     if os.environ.get(KEEPS) != "1" or capability is None or tuple(capability) != HOPPER:
         return None
-    steps = [list(step) for step in _steps(vllm_config, layers, has_images)]
+    steps = _steps(vllm_config, layers, has_images)
     if not steps:
         return None
     # FlashAttention-4 knows a mask by its own text, and not by what it calls.
     masks = hashlib.sha256(MASKS.read_bytes()).hexdigest()[:16]
     kept = folder.result_folder(vllm_config) / f"flash_attention_4-{masks}"
-    asked = json.dumps(steps)
-    done = kept / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}.done"
+    steps_json = json.dumps([list(step) for step in steps])
+    done = kept / f"{hashlib.sha256(steps_json.encode()).hexdigest()[:16]}.done"
     partial = None
     try:
         if not done.exists():
@@ -115,47 +115,59 @@ def compile_ahead(
     os.environ[KEPT_IN] = str(kept)
     if partial is None:
         return None
-    chip = variables(HOPPER, current_platform.num_compute_units())
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return Compiler(_start_process(steps_json, partial), partial, kept, done)
+
+
+def _start_process(steps_json: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Starts `attention_kernels.fa4_ahead`, which compiles the steps and stores the kernels in
+    `folder`."""
+    chip = chip_variables(HOPPER, current_platform.num_compute_units())
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), KEPT_IN: str(folder)}
     forward = "vllm.vllm_flash_attn:flash_attn_varlen_func"
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [
             *(sys.executable, "-W", "ignore", "-m", "attention_kernels.fa4_ahead"),
-            *(forward, asked, str(os.getpid())),
+            *(forward, steps_json, str(os.getpid())),
         ],
-        env={**os.environ, **chip, **paths, KEPT_IN: str(partial)},
+        env={**os.environ, **chip, **paths},
         stdin=subprocess.DEVNULL,
     )
-    return Compiler(process, partial, kept, done)
 
 
 def _steps(vllm_config: VllmConfig, layers: Iterable[Any], has_images: bool) -> list[Step]:
     """Returns the steps of `warm_up` that run FlashAttention-4, once each."""
-    model, found = vllm_config.model_config, set()
-    for layer in layers:
-        impl = getattr(layer, "impl", None)
-        if not isinstance(impl, GpuCanvasImpl) or (fa4 := impl.fa4) is None:
-            continue
-        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        for num_reqs, length in steps_to_try(impl.choice, most_rows):
-            for images in {False, has_images}:
-                if impl.choice.version_for(num_reqs * length) != "fa4":
-                    continue
-                if not (fa4.has_masks if images else fa4.has_flags or fa4.has_masks):
-                    continue
-                step = Step(
-                    by_flags=fa4.has_flags and not images,
-                    has_images=images,
-                    num_reqs=num_reqs,
-                    query_len=length,
-                    longest=max(model.max_model_len, length),
-                    head_size=impl.head_size,
-                    num_heads=impl.num_heads,
-                    num_kv_heads=impl.num_kv_heads,
-                    block_size=vllm_config.cache_config.block_size,
-                    window_left=impl.sliding_window[0],
-                    softcap=impl.logits_soft_cap,
-                    dtype=str(model.dtype).removeprefix("torch."),
-                )
-                found.add(step)
-    return sorted(found)
+    most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+    impls = (getattr(layer, "impl", None) for layer in layers)
+    steps = {
+        _describe_step(vllm_config, impl, num_reqs, length, images)
+        for impl in impls
+        if isinstance(impl, GpuCanvasImpl) and impl.fa4 is not None
+        for num_reqs, length in steps_to_try(impl.choice, most_rows)
+        if impl.choice.version_for(num_reqs * length) == "fa4"
+        for images in {False, has_images}
+        if impl.fa4.can_run(images, by_blocks=False)
+    }
+    return sorted(steps)
+
+
+def _describe_step(
+    vllm_config: VllmConfig, impl: GpuCanvasImpl, num_reqs: int, length: int, has_images: bool
+) -> Step:
+    """Returns what decides which kernel of FlashAttention-4 a layer runs in a step of `num_reqs`
+    requests with `length` queries each."""
+    assert impl.fa4 is not None
+    model = vllm_config.model_config
+    return Step(
+        by_flags=impl.fa4.uses_flags(has_images),
+        has_images=has_images,
+        num_reqs=num_reqs,
+        query_len=length,
+        longest=max(model.max_model_len, length),
+        head_size=impl.head_size,
+        num_heads=impl.num_heads,
+        num_kv_heads=impl.num_kv_heads,
+        block_size=vllm_config.cache_config.block_size,
+        window_left=impl.sliding_window[0],
+        softcap=impl.logits_soft_cap,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )

@@ -71,11 +71,11 @@ class Times:
     cells: Mapping[tuple[int, bool], tuple[int, tuple[Timing, ...]]]
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Times":
-        """Returns the times in `{"gpu", "layers"}`, as the files have them. A version without a
-        time gets an infinite one: it cannot run."""
+    def from_json(cls, file: Mapping[str, Any]) -> "Times":
+        """Returns the times of `file`, the contents of one in `times/`. A version without a time
+        gets an infinite one: it cannot run."""
         cells = {}
-        for layer in found["layers"]:
+        for layer in file["layers"]:
             measured = tuple(
                 Timing(
                     each["rows"],
@@ -85,7 +85,7 @@ class Times:
                 for each in layer["ms"]
             )
             cells[layer["head_size"], layer["has_window"]] = layer["num_heads"], measured
-        return cls(found["gpu"], cells)
+        return cls(file["gpu"], cells)
 
     @classmethod
     def shipped(cls, capability: tuple[int, int]) -> "Times | None":

@@ -11,15 +11,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 
-from attention_kernels.fa4_flags import attend_by_flags
-from attention_kernels.support import FA4_HEAD_SIZES, Case, fa4_reason
+from attention_kernels.batch import Batch
+from attention_kernels.support import FA4_HEAD_SIZES, FP8, Case, fa4_reason
+from vllm_dllm.attention.choice import LayerKind
 from vllm_dllm.compat.attention import flash_attention_4
 
 if TYPE_CHECKING:
     from vllm_dllm.attention.gpu import GpuCanvasMetadata
 
 _BY_FLAGS = (*FA4_HEAD_SIZES[9], 512)  # head sizes on Hopper; 512 in vLLM's copy alone
+_CACHE_DTYPES = {  # others mean the model's
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": FP8,
+    "fp8_e4m3": FP8,
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +39,20 @@ class FlashAttention:
     has_masks: bool  # whether it can take our mask function
 
     @classmethod
-    def find(cls, case: Case, has_window: bool) -> "FlashAttention | str":
-        """Returns FlashAttention-4 for `case`, or the reason why it cannot run, in words that
-        follow "because"."""
-        has_flags = case.capability[0] == 9 and not has_window and case.head_size in _BY_FLAGS
+    def find(
+        cls, layer: LayerKind, dtype: torch.dtype, kv_cache_dtype: str
+    ) -> "FlashAttention | str":
+        """Returns FlashAttention-4 for a kind of layer on this GPU, or the reason why it cannot
+        run, in words that follow "because". `dtype`: the query's. `kv_cache_dtype`: vLLM's name of
+        the cache's."""
+        capability = current_platform.get_device_capability()
+        case = Case(
+            capability=(capability.major, capability.minor),
+            head_size=layer.head_size,
+            query_dtype=dtype,
+            cache_dtype=_CACHE_DTYPES.get(kv_cache_dtype, dtype),
+        )
+        has_flags = capability.major == 9 and not layer.has_window and layer.head_size in _BY_FLAGS
         has_masks = (reason := fa4_reason(case)) is None
         if has_flags:  # only the head size may be in the way of masks
             reason = fa4_reason(case._replace(head_size=FA4_HEAD_SIZES[9][0]))
@@ -47,33 +65,33 @@ class FlashAttention:
         except ImportError as error:
             return f"it is not there: {error}"
 
-    def can_run(self, metadata: "GpuCanvasMetadata") -> bool:
-        """Returns whether it can run a step. Flags allow neither images nor blocks, and masks allow
-        no blocks."""
-        by_flags = self.has_flags and metadata.spans is None
-        return (by_flags or self.has_masks) and not metadata.by_blocks
+    def uses_flags(self, has_images: bool) -> bool:
+        """Returns whether it runs by flags, which allow no images, in a step with or without
+        them."""
+        return self.has_flags and not has_images
+
+    def can_run(self, has_images: bool, by_blocks: bool) -> bool:
+        """Returns whether it can run a step, by flags or by masks. Neither allow requests that are
+        causal by blocks."""
+        return (self.uses_flags(has_images) or self.has_masks) and not by_blocks
 
     def attend(
         self,
-        metadata: "GpuCanvasMetadata",
-        query: torch.Tensor,  # [T, Hq, D]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
-        value_cache: torch.Tensor,
-        output: torch.Tensor,  # [T, Hq, D]
+        batch: Batch,
+        metadata: "GpuCanvasMetadata",  # of the batch
         *,
+        output: torch.Tensor,  # [T, Hq, D]
         scale: float,
         window_left: int,
         softcap: float,
     ) -> None:
         """Writes attention's result to `output`, by flags where they suffice, else by masks. Keeps
         the chunks of masks in `metadata.chunks` for later layers with the same window."""
-        step = (
-            *(query, key_cache, value_cache, metadata.block_table),
-            *(metadata.query_start_loc, metadata.seq_lens, metadata.causal),
-        )
-        if self.has_flags and metadata.spans is None:
-            attend_by_flags(
-                *step,
+        from attention_kernels import fa4_fwd  # needs the compiler of CuTe
+
+        if self.uses_flags(has_images=batch.spans is not None):
+            fa4_fwd.attend_by_flags(
+                batch,
                 output=output,
                 scale=scale,
                 softcap=softcap,
@@ -82,13 +100,9 @@ class FlashAttention:
                 forward=self.forward,
             )
             return
-        from attention_kernels import fa4_fwd  # needs the compiler of CuTe
-
         chunks = metadata.chunks
         chunks[window_left] = fa4_fwd.attention(
-            *step,
-            symmetric=metadata.symmetric,
-            spans=metadata.spans,
+            batch,
             output=output,
             scale=scale,
             window_left=window_left,

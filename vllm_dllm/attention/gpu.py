@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from attention_kernels import support, triton_fwd
+from attention_kernels.batch import Batch
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.attention.choice import Choice, LayerKind, Times, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
@@ -34,13 +35,6 @@ from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.measured import folder
 
 logger = init_logger(__name__)
-
-_CACHE_DTYPES = {  # others mean the model's
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8": support.FP8,
-    "fp8_e4m3": support.FP8,
-}
 
 
 @dataclass
@@ -54,7 +48,6 @@ class GpuCanvasMetadata:
     seq_lens: torch.Tensor  # [N] int32
     max_seq_len: int
     block_table: torch.Tensor  # [N, max_blocks] int32
-    slot_mapping: torch.Tensor  # [T] int64
     causal: torch.Tensor  # [N] int32
     by_blocks: bool  # whether `causal` may hold numbers above 1, or negative ones without `spans`
     symmetric: torch.Tensor  # [N] int32
@@ -91,7 +84,6 @@ class GpuCanvasMetadataBuilder(AttentionMetadataBuilder[GpuCanvasMetadata]):
             seq_lens=common.seq_lens,
             max_seq_len=common.max_seq_len,
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
             causal=common.causal,
             by_blocks=window_rules.by_blocks,
             symmetric=window_rules.symmetric,
@@ -147,23 +139,30 @@ class GpuCanvasImpl(TritonAttentionImpl):
         if self.kv_cache_dtype.startswith("fp8"):
             key_cache, value_cache = (t.view(self.fp8_dtype) for t in (key_cache, value_cache))
             key_scale, value_scale = kv_cache_scales(layer)
-        tensors = (query[:num_tokens], key_cache, value_cache)
-        options: dict[str, Any] = dict(
-            scale=self.scale, window_left=self.sliding_window[0], softcap=self.logits_soft_cap
-        )
-        fa4 = self.fa4 if self.choice.version_for(num_tokens) == "fa4" else None
-        if fa4 is not None and fa4.can_run(attn_metadata):
-            fa4.attend(attn_metadata, *tensors, output[:num_tokens], **options)
-            return output
-        triton_fwd.attention(
-            *tensors,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            attn_metadata.causal,
+        batch = Batch(
+            query=query[:num_tokens],
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=attn_metadata.block_table,
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            causal=attn_metadata.causal,
             symmetric=attn_metadata.symmetric,
             spans=attn_metadata.spans,
+        )
+        options: dict[str, Any] = dict(
             output=output[:num_tokens],
+            scale=self.scale,
+            window_left=self.sliding_window[0],
+            softcap=self.logits_soft_cap,
+        )
+        fa4 = self.fa4 if self.choice.version_for(num_tokens) == "fa4" else None
+        has_images = batch.spans is not None
+        if fa4 is not None and fa4.can_run(has_images, attn_metadata.by_blocks):
+            fa4.attend(batch, attn_metadata, **options)
+            return output
+        triton_fwd.attention(
+            batch,
             key_scale=key_scale,
             value_scale=value_scale,
             max_seq_len=attn_metadata.max_seq_len,
@@ -195,7 +194,7 @@ def choose_versions(layer: LayerKind, kv_cache_dtype: str) -> tuple[Choice, Flas
                 break
     fa4: FlashAttention | None = None
     if choice != triton:
-        found = find_flash_attention(layer, config.model_config.dtype, kv_cache_dtype)
+        found = FlashAttention.find(layer, config.model_config.dtype, kv_cache_dtype)
         if isinstance(found, FlashAttention):
             fa4 = found
         else:
@@ -208,21 +207,6 @@ def choose_versions(layer: LayerKind, kv_cache_dtype: str) -> tuple[Choice, Flas
         why,
     )
     return choice, fa4
-
-
-def find_flash_attention(
-    layer: LayerKind, dtype: torch.dtype, kv_cache_dtype: str
-) -> FlashAttention | str:
-    """Returns FlashAttention-4 for a kind of layer on this GPU, or the reason why it cannot run.
-    `dtype`: the query's. `kv_cache_dtype`: vLLM's name of the cache's."""
-    capability = current_platform.get_device_capability()
-    case = support.Case(
-        (capability.major, capability.minor),
-        layer.head_size,
-        dtype,
-        _CACHE_DTYPES.get(kv_cache_dtype, dtype),
-    )
-    return FlashAttention.find(case, layer.has_window)
 
 
 def load_times(config: VllmConfig) -> list[Times]:
@@ -270,10 +254,6 @@ class GpuCanvasBackend(TritonAttentionBackend):
         return capability.major >= 8
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False  # the number of key splits depends on the batch
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
@@ -281,14 +261,5 @@ class GpuCanvasBackend(TritonAttentionBackend):
     def supports_sink(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True  # every checkpoint with a vision tower requires it: `GpuCanvasMetadata.spans`
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        return False
+    supports_alibi_sqrt = supports_rswa = supports_sink
+    supports_batch_invariance = supports_sink  # the number of key splits depends on the batch

@@ -1,14 +1,16 @@
 """Times each version of attention in the layers of a model, in the form of `times/`."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from vllm_dllm.attention.choice import VERSIONS, Version
 from vllm_dllm.attention.flash_attention import FlashAttention
-from vllm_dllm.attention.gpu import GpuCanvasImpl, find_flash_attention
-from vllm_dllm.attention.warm_up import make_probe
+from vllm_dllm.attention.gpu import GpuCanvasImpl
+from vllm_dllm.attention.warm_up import make_probe, one_of_each_kind
 from vllm_dllm.measured.stopwatch import Stopwatch
 
 CONTEXTS = (0, 1024, 8192, 65536)  # tokens before each canvas
@@ -27,27 +29,33 @@ def measure_attention(
     `layers` of `Times.from_json`, without kinds that could not be timed. Overwrites the first pages
     of these layers' caches, which must hold nothing yet, with zeros, and has the layers choose
     versions again."""
-    steps = list(steps)
+    most_context = max(0, min(longest - canvas_length, CONTEXTS[-1]))
+    contexts = [context for context in CONTEXTS if context <= most_context]
+    cases = list(product(steps, contexts))
     measured = []
-    for layer in _one_of_each_kind(layers):
+    for layer in one_of_each_kind(layers):
         impl, cells = layer.impl, []
-        found = find_flash_attention(impl.kind, dtype, impl.kv_cache_dtype)
+        found = FlashAttention.find(impl.kind, dtype, impl.kv_cache_dtype)
         if isinstance(found, str):
             continue
-        most_context = max(0, min(longest - canvas_length, CONTEXTS[-1]))
         pages = layer.kv_cache[: -(-(most_context + canvas_length) // layer.kv_cache.shape[2])]
         pages.normal_()
-        for canvases in steps:
-            for context in (each for each in CONTEXTS if each <= most_context):
-                attend = make_probe(layer, canvases, canvas_length, context, longest, dtype)
-                rows = canvases * canvas_length
-                runs: dict[str, Callable[[], torch.Tensor]] = {
-                    version: _run_version(impl, version, found, attend) for version in VERSIONS
-                }
-                what = f"attention of head size {impl.head_size}, {rows:,} rows behind {context:,}"
-                times = stopwatch.time_candidates(what, runs)
-                if times:
-                    cells.append({"rows": rows, "context": context, **times})
+        for canvases, context in cases:
+            attend = make_probe(
+                layer,
+                num_reqs=canvases,
+                length=canvas_length,
+                context=context,
+                longest=longest,
+                dtype=dtype,
+            )
+            rows = canvases * canvas_length
+            runs: dict[str, Callable[[], torch.Tensor]] = {
+                version: partial(_run_version, impl, version, found, attend) for version in VERSIONS
+            }
+            what = f"attention of head size {impl.head_size}, {rows:,} rows behind {context:,}"
+            if times := stopwatch.time_candidates(what, runs):
+                cells.append({"rows": rows, "context": context, **times})
         pages.zero_()
         impl.choose_version()
         if cells:
@@ -60,20 +68,7 @@ def _run_version(
     version: Version,
     flash_attention: FlashAttention,
     attend: Callable[[], torch.Tensor],
-) -> Callable[[], torch.Tensor]:
-    """Returns a function that runs `attend` with one version, and leaves that version forced."""
-
-    def run() -> torch.Tensor:
-        impl.force_version(version, flash_attention)
-        return attend()
-
-    return run
-
-
-def _one_of_each_kind(layers: Iterable[Any]) -> list[Any]:
-    """Returns the first layer of each kind among those that run our attention."""
-    kinds: dict[Any, Any] = {}
-    for layer in layers:
-        if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
-            kinds.setdefault(layer.impl.kind, layer)
-    return list(kinds.values())
+) -> torch.Tensor:
+    """Returns the result of `attend` with one version, and leaves that version forced."""
+    impl.force_version(version, flash_attention)
+    return attend()

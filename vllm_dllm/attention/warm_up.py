@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attention_kernels.chunks import CHUNK
-from vllm_dllm.attention.choice import Choice
+from vllm_dllm.attention.choice import Choice, LayerKind
 from vllm_dllm.attention.gpu import GpuCanvasImpl, GpuCanvasMetadata
 
 
@@ -20,15 +20,27 @@ def compile_attention(
 ) -> None:
     """Runs a layer of each kind in steps that together compile every kernel it may run. Called
     after versions are chosen."""
-    kinds = {
-        layer.impl.kind: layer
-        for layer in layers
-        if isinstance(getattr(layer, "impl", None), GpuCanvasImpl)
-    }
-    for layer in kinds.values():
+    for layer in one_of_each_kind(layers):
         for num_reqs, length in steps_to_try(layer.impl.choice, most_rows):
             for images in {False, has_images}:
-                make_probe(layer, num_reqs, length, 0, longest, dtype, images)()
+                make_probe(
+                    layer,
+                    num_reqs=num_reqs,
+                    length=length,
+                    context=0,
+                    longest=longest,
+                    dtype=dtype,
+                    has_images=images,
+                )()
+
+
+def one_of_each_kind(layers: Iterable[Any]) -> list[Any]:
+    """Returns the first layer of each kind among those that run our attention."""
+    kinds: dict[LayerKind, Any] = {}
+    for layer in layers:
+        if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
+            kinds.setdefault(layer.impl.kind, layer)
+    return list(kinds.values())
 
 
 def steps_to_try(choice: Choice, most_rows: int) -> Iterator[tuple[int, int]]:
@@ -55,6 +67,7 @@ def steps_to_try(choice: Choice, most_rows: int) -> Iterator[tuple[int, int]]:
 
 def make_probe(
     layer: Any,  # an attention layer with its cache, [num_blocks, Hkv, block_size, 2 * D]
+    *,
     num_reqs: int,
     length: int,  # queries of a request
     context: int,  # tokens before them
@@ -79,7 +92,6 @@ def make_probe(
         seq_lens=flags + context + length,
         max_seq_len=longest,
         block_table=(pages % num_blocks).repeat(num_reqs, 1),
-        slot_mapping=flags,
         causal=flags,
         by_blocks=False,
         symmetric=flags,

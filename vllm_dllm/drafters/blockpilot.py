@@ -155,33 +155,13 @@ def load_predictor(
     vocab_size: int,  # of the target that is served
     trained_block_size: int,  # of the drafter that is served
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,  # None: as stored
 ) -> BlockPilot:
     """Returns the predictor in the folder `path`, in eval mode.
 
     Raises:
         PredictorError: it is missing, or was made for another target or drafter.
     """
-    config_file = path / CONFIG_FILE
-    if not config_file.is_file():
-        raise PredictorError(
-            f"{path} holds no width predictor: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as "
-            f"`vllm-dllm drafter calibrate-width` writes them"
-        )
-    found = json.loads(config_file.read_text())
-    if found.get("predictor") != "blockpilot":
-        raise PredictorError(
-            f'{config_file}: expected "predictor": "blockpilot", got {found.get("predictor")!r}'
-        )
-    if missing := {field.name for field in fields(PredictorConfig)} - found.keys():
-        raise PredictorError(
-            f"{config_file} lacks {', '.join(sorted(missing))}: make the predictor anew with "
-            f"`vllm-dllm drafter calibrate-width`"
-        )
-    config = PredictorConfig(
-        **{field.name: found[field.name] for field in fields(PredictorConfig)}
-        | {"block_sizes": tuple(found["block_sizes"])}
-    )
+    config = _read_config(path)
     if config.vocab_size != vocab_size:
         raise PredictorError(
             f"the predictor {path} was made for a vocabulary of {config.vocab_size}, the target "
@@ -194,7 +174,31 @@ def load_predictor(
         )
     predictor = BlockPilot(config)
     predictor.load_state_dict(load_file(path / WEIGHTS_FILE))
-    return predictor.to(device=device, dtype=dtype).eval()
+    return predictor.to(device).eval()
+
+
+def _read_config(path: Path) -> PredictorConfig:
+    """Returns the configuration of the predictor in the folder `path`. Raises PredictorError if
+    there is none, or it cannot be used."""
+    config_file = path / CONFIG_FILE
+    if not config_file.is_file():
+        raise PredictorError(
+            f"{path} holds no width predictor: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as "
+            f"`vllm-dllm drafter calibrate-width` writes them"
+        )
+    written = json.loads(config_file.read_text())
+    if written.get("predictor") != "blockpilot":
+        raise PredictorError(
+            f'{config_file}: expected "predictor": "blockpilot", got {written.get("predictor")!r}'
+        )
+    names = {field.name for field in fields(PredictorConfig)}
+    if missing := names - written.keys():
+        raise PredictorError(
+            f"{config_file} lacks {', '.join(sorted(missing))}: make the predictor anew with "
+            f"`vllm-dllm drafter calibrate-width`"
+        )
+    values = {name: written[name] for name in names}
+    return PredictorConfig(**values | {"block_sizes": tuple(written["block_sizes"])})
 
 
 class PredictedWidths(Mapping[str, int]):

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -26,7 +25,7 @@ from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
-from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
+from vllm_dllm.drafters.layout import check_num_drafted, check_served_drafter
 from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 logger = init_logger(__name__)
@@ -40,18 +39,15 @@ class WidthDFlashSpeculator(DFlashHooks):
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
+        """Checks drafter and settings, changes the drafter's configuration in place if it has a
+        window to set, and loads the predictor of widths if there is one. `req_states`: the runner's
+        tokens of all requests."""
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
-        layout = check_drafter(
-            read_drafter_config(draft), target.hf_config.to_dict(), draft.model, target.model
+        layout = check_served_drafter(vllm_config)
+        check_num_drafted(
+            vllm_config.speculative_config.num_speculative_tokens, layout, draft.model
         )
-        num_drafted = vllm_config.speculative_config.num_speculative_tokens
-        if layout.block_size is not None and num_drafted > layout.block_size - 1:
-            raise DrafterMismatch(
-                f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
-                f"{draft.model} was trained with blocks of {layout.block_size}, the anchor and "
-                f"{layout.block_size - 1} drafted tokens. Ask for at most {layout.block_size - 1}."
-            )
         if config.draft_window is not None:
             set_draft_window(draft, config.draft_window)
         super().__init__(vllm_config, device)
@@ -92,8 +88,8 @@ class WidthDFlashSpeculator(DFlashHooks):
         """Prepares for the step that `output` schedules. `widths` has the tokens to draft after the
         step for each of its requests, 0 for none."""
         # Cache blocks change hands, or are found by other requests, only when requests change.
-        come = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
-        if come or widths.keys() != self._widths.keys():
+        arrived = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        if arrived or widths.keys() != self._widths.keys():
             self._store_pending()
         self._widths = widths
         for request in output.scheduled_new_reqs:
@@ -106,6 +102,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             self._stop_tokens.pop(request_id, None)
 
     def load_model(self, target_model: nn.Module) -> None:
+        """Loads the drafter, and keeps the target, whose logits the predictor reads."""
         super().load_model(target_model)
         self._target = target_model
 
@@ -132,10 +129,10 @@ class WidthDFlashSpeculator(DFlashHooks):
         # A custom scheduler sends no widths: then all drafts are as wide as possible.
         widest = self.num_speculative_steps
         widths = np.array([self._widths.get(name, widest) for name in input_batch.req_ids])
-        wanted = widths > 0
-        if wanted.any():
-            wanted &= ~self._have_stopped(input_batch, num_sampled)
-        (rows,) = np.nonzero(wanted)
+        are_drafted = widths > 0
+        if are_drafted.any():
+            are_drafted &= ~self._have_stopped(input_batch, num_sampled)
+        (rows,) = np.nonzero(are_drafted)
         if self._narrows:
             async_tensor_h2d(widths[rows], out=self._block_widths[: len(rows)], dtype=torch.int32)
         if len(rows) == input_batch.num_reqs:
@@ -163,24 +160,21 @@ class WidthDFlashSpeculator(DFlashHooks):
         since another request may find them in the prefix cache."""
         counts = input_batch.num_scheduled_tokens
         stored = np.clip(self._num_context - input_batch.num_computed_tokens_np, 0, counts)
-        chosen = None
         if not stored.any():
             return
+        chosen = None
         if (stored < counts).any():
             starts = input_batch.query_start_loc_np[: input_batch.num_reqs]
             offsets = np.arange(counts.sum()) - np.repeat(starts, counts)
             (tokens,) = np.nonzero(offsets < np.repeat(stored, counts))
             chosen = async_tensor_h2d(tokens, device=self.device, dtype=torch.int64)
-        context = self.gather_context(input_batch, last_hidden_states, aux_hidden_states, chosen)
-        states, positions, slots = context
+        states, positions, slots = self.gather_context(
+            input_batch, last_hidden_states, aux_hidden_states, chosen
+        )
         # Positions of rejected drafts come again and replace these: never store both at once.
-        verified = input_batch.num_draft_tokens > 0
-        if (
-            drafts_follow
-            or verified
-            or len(positions) > self._pending.room
-            or self.cache_is_windowed
-        ):
+        has_drafts = input_batch.num_draft_tokens > 0
+        has_room = len(positions) <= self._pending.room
+        if drafts_follow or has_drafts or not has_room or self.cache_is_windowed:
             self._store_pending()
             self.store_context(torch.cat(states, dim=-1), positions, slots)
         else:
@@ -250,17 +244,11 @@ class WidthDFlashSpeculator(DFlashHooks):
         return predicted
 
     def blocks_prepared(self) -> None:
+        """Narrows the blocks in the buffers to the widths of their requests."""
         if self._narrows:
             narrow_blocks(
                 self.input_buffers.seq_lens, self._block_widths, self.num_speculative_steps
             )
-
-
-def read_drafter_config(draft_model_config: Any) -> Mapping[str, Any]:
-    """Returns the drafter's config.json. vLLM's configuration of it lacks the block size."""
-    model, revision = draft_model_config.model, draft_model_config.revision
-    written = get_hf_file_to_dict("config.json", model, revision)
-    return written or draft_model_config.hf_config.to_dict()
 
 
 def set_draft_window(draft_model_config: Any, window: int) -> None:

@@ -1,6 +1,6 @@
 """vLLM's models of DFlash drafters, with a check that no weight is missing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
@@ -23,13 +23,7 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
         )
         shared = ("lm_head.", "model.embed_tokens.", "model.mask_embedding", "draft_id_to_")
         complete = CompleteWeights(self, self.packed_modules_mapping, names, optional=shared)
-
-        def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in weights:
-                complete.count_tensor(names.map_name(name))
-                yield name, weight
-
-        super().load_weights(counted())
+        super().load_weights(complete.count(weights))
         complete.check_complete()
 
 

@@ -47,7 +47,7 @@ def reveal_counts(num_masked: int, num_steps: int = 1, schedule: str = "cosine")
 def choose_revealed(
     confidence: Tensor,  # [num_reqs, block] floats, in the token guessed at each position
     masked: Tensor,  # [num_reqs, block] bool, positions that may be revealed
-    count: int | Tensor,  # positions to reveal of each request, [num_reqs] int64 if they differ
+    count: int,  # positions to reveal of each request
 ) -> Tensor:
     """Returns [num_reqs, block] bool: the `count` masked positions of each request with the highest
     confidence. Among equal positions the first are chosen. All masked positions are chosen if there
@@ -55,8 +55,6 @@ def choose_revealed(
     lowest = torch.finfo(confidence.dtype).min
     ranked = torch.where(masked, confidence.clamp_min(lowest), -math.inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)
-    if isinstance(count, Tensor):
-        count = count[:, None]
     first = torch.arange(masked.shape[1], device=masked.device) < count
     chosen = torch.zeros_like(masked).scatter(1, order, first.expand_as(order))
     return chosen & masked

@@ -34,12 +34,14 @@ class StepCosts:
     MEMORY = 64  # steps with drafts, and as many without: neither kind is forgotten
     LEAST = 4  # steps of each kind that a fit needs
     RIDGE = 0.03  # of the ridge that shares among the weights what the samples leave open
+    ROUNDS = 3  # of a fit; each but the first knows which steps are outliers
 
     def __init__(self) -> None:
+        # Terms and seconds of steps, by whether they drafted.
         self._samples: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
             drafts: deque(maxlen=self.MEMORY) for drafts in (False, True)
-        }  # terms and seconds of steps, by whether they drafted
-        self._factors: list[float] = []
+        }
+        self._weights: list[float] = []
         self._num_new = 0
         self.num_fits = 0
 
@@ -62,19 +64,20 @@ class StepCosts:
         if min(map(len, self._samples.values())) < self.LEAST:
             return
         samples = [sample for kind in self._samples.values() for sample in kind]
-        parts = np.array([parts for parts, _ in samples])
+        terms = np.array([terms for terms, _ in samples])
         seconds = np.array([seconds for _, seconds in samples])
-        relative = parts / seconds[:, None]
+        relative = terms / seconds[:, None]
         scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-9)
-        # What the samples leave open is shared among the parts instead of going to one of them.
-        shared, nothing = self.RIDGE * np.eye(len(scale)), np.zeros(len(scale))
-        weights = np.ones(len(samples))
-        for _ in range(3):
-            rows = relative / scale * weights[:, None]
-            factors, _ = nnls(np.vstack((rows, shared)), np.append(weights, nothing))
-            errors = np.abs(relative @ (factors / scale) - 1)
-            weights = 1 / np.sqrt(np.maximum(errors / max(np.median(errors), 1e-3), 1))
-        self._factors, self._num_new = (factors / scale).tolist(), 0
+        # What the samples leave open is shared among the terms instead of going to one of them.
+        ridge, zeros = self.RIDGE * np.eye(len(scale)), np.zeros(len(scale))
+        trust = np.ones(len(samples))  # by which a step counts
+        for _ in range(self.ROUNDS):
+            rows = relative / scale * trust[:, None]
+            scaled, _ = nnls(np.vstack((rows, ridge)), np.append(trust, zeros))
+            weights = scaled / scale
+            errors = np.abs(relative @ weights - 1)
+            trust = 1 / np.sqrt(np.maximum(errors / max(np.median(errors), 1e-3), 1))
+        self._weights, self._num_new = weights.tolist(), 0
         self.num_fits += 1
 
     @property
@@ -84,7 +87,7 @@ class StepCosts:
 
     def predict_seconds(self, num_rows: float, num_drafted: int) -> float:
         """Returns the seconds that a step without prefill takes. Needs `are_known`."""
-        base, row, _, any_draft, draft = self._factors
+        base, row, _, any_draft, draft = self._weights
         return base + row * num_rows + any_draft * (num_drafted > 0) + draft * num_drafted
 
 
@@ -93,9 +96,11 @@ class StepClock:
     its own."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Starts without any step. `now`: returns seconds."""
         self._now = now
         self._scheduled: deque[tuple[Step, Collection[str]]] = deque()
-        self._last: tuple[float, Collection[str]] = (0.0, ())
+        self._last_answer = 0.0  # seconds on the clock
+        self._last_requests: Collection[str] = ()
 
     def step_scheduled(self, step: Step, request_ids: Collection[str]) -> None:
         """Remembers a step that is sent to the worker, with the requests in it."""
@@ -106,7 +111,8 @@ class StepClock:
         seconds. Returns None if the step has no request of the previous step: the engine may have
         been idle between the two."""
         step, request_ids = self._scheduled.popleft()
-        (since, before), self._last = self._last, (self._now(), request_ids)
-        if set(before).isdisjoint(request_ids):
-            return None
-        return step, self._last[0] - since
+        now = self._now()
+        seconds = now - self._last_answer
+        was_idle = set(self._last_requests).isdisjoint(request_ids)
+        self._last_answer, self._last_requests = now, request_ids
+        return None if was_idle else (step, seconds)

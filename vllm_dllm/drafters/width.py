@@ -4,26 +4,26 @@ The scheduler asks the policy for a width before each draft, and tells it the ou
 counts drafted tokens. A width of 0 serves the request without drafts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_dllm.config.drafter import DrafterConfig
 from vllm_dllm.drafters.step_costs import Step, StepCosts
 
 
+@dataclass
 class WidthPolicy:
     """The policy `fixed`: always the widest draft. It is the base class of all policies; its hooks,
     which the scheduler calls, do nothing."""
 
-    def __init__(self, widest: int) -> None:
-        self.widest = widest
+    widest: int  # tokens of the widest draft
 
     def width(self, request_id: str, num_requests: int) -> int:
         """Returns the width of the next draft of a request, in a batch of `num_requests`."""
         return self.widest
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
-        """Called when a step of `num_requests` requests is scheduled. After the step, tokens can be
-        drafted for `request_ids`. `width` then returns the widths of these drafts."""
+        """Called when a step of `num_requests` requests is scheduled, before `width` is asked for
+        the drafts after the step. `request_ids`: the requests for which tokens can be drafted."""
 
     def step_timed(self, step: Step, seconds: float) -> None:
         """Called when the step `step` has taken `seconds`."""
@@ -39,13 +39,12 @@ class WidthPolicy:
         """Called when a request has left the scheduler."""
 
 
+@dataclass
 class PredictedWidth(WidthPolicy):
     """The policy `blockpilot`: the width that the predictor chose for the request. Until the
     predictor has chosen, the width is the widest."""
 
-    def __init__(self, widest: int) -> None:
-        super().__init__(widest)
-        self._widths: dict[str, int] = {}
+    _widths: dict[str, int] = field(default_factory=dict)  # by request id
 
     def width(self, request_id: str, num_requests: int) -> int:
         return self._widths.get(request_id, self.widest)
@@ -116,8 +115,8 @@ class AcceptanceWidth(WidthPolicy):
         """Returns the requests to draft for: those that pay. Now and then returns none, to learn
         what a step without drafts costs, or all, to try the other requests again with the widest
         draft."""
-        few = self._costs.lacks_steps_without_drafts
-        if self._since_plain >= (self.LEARN_EVERY if few else self.PLAIN_EVERY):
+        lacks_plain = self._costs.lacks_steps_without_drafts
+        if self._since_plain >= (self.LEARN_EVERY if lacks_plain else self.PLAIN_EVERY):
             return set()
         paying = self._paying_requests(request_ids, num_requests)
         if paying:
@@ -165,8 +164,8 @@ class AcceptanceWidth(WidthPolicy):
         self._costs.add_step(step, seconds)
 
     def _history(self, request_id: str) -> _AcceptanceHistory:
-        """Returns a request's history. A new history begins with the widest draft and the average
-        number of accepted tokens of all requests."""
+        """Returns a request's history, and begins one for a new request: with the widest draft and
+        the average number of accepted tokens of all requests."""
         if request_id not in self._histories:
             self._histories[request_id] = _AcceptanceHistory(self.widest, self._num_accepted_of_all)
         return self._histories[request_id]
@@ -196,13 +195,12 @@ class AcceptanceWidth(WidthPolicy):
         self._paying_key = None
 
 
+@dataclass
 class LoadWidth(WidthPolicy):
     """The policy `load`: as many drafts as keep a step within `num_rows` tokens, the same number
     for every request."""
 
-    def __init__(self, widest: int, num_rows: int) -> None:
-        super().__init__(widest)
-        self.num_rows = num_rows
+    num_rows: int
 
     def width(self, request_id: str, num_requests: int) -> int:
         """Returns an equal share of `num_rows` without the token of the target's own, at most the

@@ -82,10 +82,10 @@ def _compute(size: int, call: ExpertCall) -> bool:
         Experts(call.gate_up, call.down, *call.scales),
         call.weights,
         Assignment(*call.align_blocks(size)),
-        size,
-        call.activation,
-        call.inner,
-        call.rows,
-        call.output,
+        size=size,
+        activation=call.activation,
+        inner=call.inner,
+        rows=call.rows,
+        output=call.output,
     )
     return True

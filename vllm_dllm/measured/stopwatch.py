@@ -36,13 +36,8 @@ def gpu_clock(run: Callable[[], Any]) -> float:
 class Stopwatch:
     """Times candidates until `until`."""
 
-    clock: Clock = gpu_clock
+    clock: Clock
     until: float = float("inf")  # `time.monotonic()` after which nothing is timed
-
-    @classmethod
-    def for_seconds(cls, seconds: float, clock: Clock) -> "Stopwatch":
-        """Returns a stopwatch whose time begins now."""
-        return cls(clock, time.monotonic() + seconds)
 
     @property
     def is_over(self) -> bool:

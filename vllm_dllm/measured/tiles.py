@@ -8,6 +8,7 @@ those that `config/tuned` has for any GPU: each is compiled, so they are few.
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -43,28 +44,22 @@ def measure_experts(
     tables: dict[str, Table] = {}
     ours: dict[str, Sizes] = {}
     gains = []
+    layers: dict[str, Any] = {}
     for layer in experts.find_expert_layers(modules):
-        file = experts.tiles_file_name(layer)
-        if file in tables:
+        layers.setdefault(experts.tiles_file_name(layer), layer)
+    for (file, layer), number in product(layers.items(), rows):
+        own_tiles = _tiles_by_name(layer, number)
+        size = expert_kernels.block_size(layer, number)
+        candidates = _candidates(layer, number, own_tiles, size)
+        times = stopwatch.time_candidates(f"experts, {number:,} rows", candidates)
+        if not times:
             continue
-        tables[file], ours[file] = {}, {}
-        for number in rows:
-            own_tiles, size = (
-                _tiles_by_name(layer, number),
-                expert_kernels.block_size(layer, number),
-            )
-            candidates = _candidates(layer, number, own_tiles, size)
-            found = stopwatch.time_candidates(f"experts, {number:,} rows", candidates)
-            if not found:
-                continue
-            best = fastest(found)
-            ours[file][str(number)] = size if best == OURS else 0
-            if with_tiles := {name: ms for name, ms in found.items() if name in own_tiles}:
-                tables[file][str(number)] = own_tiles[fastest(with_tiles)]
-            if best != IN_USE:
-                gains.append(f"experts at {number:,} rows {found[IN_USE] / found[best]:.2f} times")
-    ours = {file: sizes for file, sizes in ours.items() if sizes}
-    tables = {file: table for file, table in tables.items() if table}
+        best = fastest(times)
+        ours.setdefault(file, {})[str(number)] = size if best == OURS else 0
+        if with_tiles := {name: ms for name, ms in times.items() if name in own_tiles}:
+            tables.setdefault(file, {})[str(number)] = own_tiles[fastest(with_tiles)]
+        if best != IN_USE:
+            gains.append(f"experts at {number:,} rows {times[IN_USE] / times[best]:.2f} times")
     return FastestExperts(tables, ours, gains)
 
 
@@ -95,9 +90,9 @@ def _candidates(
 
 def all_shipped_tiles() -> list[dict[str, int]]:
     """Returns the tiles of all files that we ship, each once."""
-    found: list[dict[str, int]] = []
+    shipped: list[dict[str, int]] = []
     for path in sorted(tiles.FOLDER.glob("E=*.json")):
-        for each in json.loads(path.read_text()).values():
-            if isinstance(each, dict) and each not in found:
-                found.append(each)
-    return found
+        for tile in json.loads(path.read_text()).values():
+            if isinstance(tile, dict) and tile not in shipped:
+                shipped.append(tile)
+    return shipped

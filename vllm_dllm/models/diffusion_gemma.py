@@ -5,7 +5,7 @@ is bidirectional and sees self-conditioned ones. The mode of a row is decided ou
 the embeddings and attention metadata that `DiffusionModelState` prepares.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from vllm_dllm.compat.concurrent_experts import (
 )
 from vllm_dllm.compat.row_reductions import read_rows_once
 from vllm_dllm.models import video_frames, vision
-from vllm_dllm.models.expected_weights import ExpectedWeights, describe_non_finite
+from vllm_dllm.models.expected_weights import ExpectedWeights
 from vllm_dllm.models.image_processor import (
     IMAGE,
     VIDEO,
@@ -199,85 +199,34 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         Raises ValueError, naming the tensor, if one is missing, unknown, of another shape or type,
         not all numbers, or an impossible scale.
         """
-        mapper = self.hf_to_vllm_mapper
-        if self.config.tie_word_embeddings:
-            mapper = mapper | WeightsMapper(orig_to_new_prefix={"lm_head.": None})
-        if self.vision_tower is None:
-            mapper = mapper | WeightsMapper(
-                orig_to_new_prefix={
-                    "model.encoder.vision_tower.": None,
-                    "model.encoder.embed_vision.": None,
-                }
-            )
         # Full-attention layers' keys are their values.
         absent = {
             f"model.layers.{i}.self_attn.v_proj"
             for i, layer_type in enumerate(self.config.layer_types)
             if layer_type == "full_attention"
         }
+        ignored = []  # names in the checkpoint
         if self.config.tie_word_embeddings:
             absent.add("lm_head")
+            ignored.append("lm_head.")
+        if self.vision_tower is None:
+            ignored += ["model.encoder.vision_tower.", "model.encoder.embed_vision."]
+        mapper = self.hf_to_vllm_mapper | WeightsMapper(orig_to_new_prefix=dict.fromkeys(ignored))
         written = getattr(self.quant_config, "config", None) or {}
         if (algorithm := written.get(modelopt.READ)) is not None:
             weights = modelopt.to_compressed_tensors_weights(
                 weights, algorithm, self.config.num_experts
             )
-        expected = ExpectedWeights(self, self.packed_modules_mapping, absent)
-        reader = _WeightReader(weights, mapper, expected)
+        expected = ExpectedWeights(self, mapper, absent)
         try:
             # Some checkpoints of Gemma's carry an embedding that nothing reads.
             loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["embed_vision.embedding."])
-            loaded = loader.load_weights(reader, mapper=mapper)
+            loaded = loader.load_weights(expected.check_each(weights), mapper=mapper)
             expected.check_complete()
             return loaded
         except Exception as error:
             raise ValueError(
-                f"Cannot load the checkpoint: {reader.position}: {error}. Expected what "
+                f"Cannot load the checkpoint: {expected.position}: {error}. Expected what "
                 f"transformers' DiffusionGemmaForBlockDiffusion or `vllm-dllm quantize` saves for "
                 f"this config.json; check that the files are complete and belong together."
             ) from error
-
-
-# Of the vision tower's linears; infinite where nothing is clipped.
-_CLIPPING_BOUNDS = (".input_min", ".input_max", ".output_min", ".output_max")
-
-
-class _WeightReader:
-    """Passes on a checkpoint's weights, checks them, and keeps track of the position.
-
-    Iterating raises ValueError for a wrong tensor, and for a layer whose scalar differs between
-    encoder and decoder. transformers ties all layer weights of the two but keeps two copies of
-    `layer_scalar`, a buffer. The one backbone here has one copy.
-    """
-
-    def __init__(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        mapper: WeightsMapper,
-        expected: ExpectedWeights,
-    ) -> None:
-        self._weights = weights
-        self._mapper = mapper
-        self._expected = expected
-        self.position = "before the first weight"
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the checkpoint's names and weights, each checked before. Raises ValueError for a
-        wrong one."""
-        scalars: dict[str, torch.Tensor] = {}
-        for name, weight in self._weights:
-            self.position = f"at {name} of shape {list(weight.shape)}"
-            if (own_name := self._mapper.map_name(name)) is not None:
-                self._expected.check(own_name, weight)
-                may_be_infinite = own_name.endswith(_CLIPPING_BOUNDS)
-                if not may_be_infinite and (wrong := describe_non_finite(weight)):
-                    raise ValueError(wrong)
-            if name.endswith(".layer_scalar"):
-                layer = name.partition(".layers.")[2]
-                if not torch.equal(scalars.setdefault(layer, weight), weight):
-                    raise ValueError(
-                        f"layer_scalar is {weight.item()} here and {scalars[layer].item()} in the "
-                        f"other mode, encoder and decoder must share it"
-                    )
-            yield name, weight
-            self.position = f"after {name}"

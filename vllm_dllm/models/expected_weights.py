@@ -5,51 +5,19 @@ vLLM counts parameters. A parameter assembled from many tensors (q, k and v; all
 loaded after the first, and silently accepts smaller tensors and other types. Here every tensor is
 counted and checked, so that no half-loaded model is served, and none with NaN weights, which would
 answer nothing, with HTTP 200.
-
-Names have the prefixes that the model's `hf_to_vllm_mapper` gives to the checkpoint's.
 """
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-)
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
+from vllm_dllm.models.tensor_specs import TensorSpec, list_tensors
+from vllm_dllm.quantization.complete_weights import describe_missing, name_in_checkpoint
 
-_MOST_NAMED = 8  # missing tensors that an error names
-FLOATS = {torch.bfloat16, torch.float16, torch.float32}  # converted when loaded
-_BY_CHANNEL = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}  # with a scale for each channel
-
-
-class TensorSpec(NamedTuple):
-    """What a tensor of a checkpoint must look like."""
-
-    shape: tuple[int, ...]
-    dtypes: set[torch.dtype]
-    stands_for: tuple[str, ...] = ()
-    """Names of tensors that this one may replace."""
-    equal_in: str = ""
-    """The fused linear whose parts must share its value: vLLM uses one for all of them."""
-
-    def find_mismatch(self, tensor: torch.Tensor) -> str | None:
-        """Returns how `tensor` differs in type or shape, in words. Returns None if it fits."""
-        if tensor.dtype not in self.dtypes:
-            expected = " or ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
-            return f"its type must be {expected}, got {str(tensor.dtype).removeprefix('torch.')}"
-        scalar = self.shape == (1,) and tensor.dim() == 0
-        if tuple(tensor.shape) != self.shape and not scalar:
-            return f"its shape must be {list(self.shape)}, got {list(tensor.shape)}"
-        return None
+# Of the vision tower's linears; infinite where nothing is clipped.
+_CLIPPING_BOUNDS = {"input_min", "input_max", "output_min", "output_max"}
 
 
 class ExpectedWeights:
@@ -61,189 +29,82 @@ class ExpectedWeights:
     def __init__(
         self,
         model: nn.Module,
-        packed_modules: Mapping[str, list[str]],
+        mapper: WeightsMapper,  # from the checkpoint's names to those of `model`
         absent: set[str],  # layers that have another's weights
     ) -> None:
+        self._mapper = mapper
         self._expected = {
             name: tensor
-            for name, tensor in _expected_tensors(model, packed_modules)
+            for name, tensor in list_tensors(model, model.packed_modules_mapping)
             if name.rpartition(".")[0] not in absent
         }
         self._layers = {name.rpartition(".")[0] for name in self._expected}
         self._missing = {name for name, tensor in self._expected.items() if not tensor.stands_for}
         self._first_of_fused: dict[str, tuple[str, float]] = {}
+        self.position = "before the first weight"
+        """How far `check_each` has come, in words for an error."""
 
-    def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Marks the tensor as found. Raises ValueError if it does not fit, belongs to a layer that
-        has no use for it, or holds an impossible scale."""
-        if complaint := describe_wrong_scale(name.rpartition(".")[2], tensor):
+    def check_each(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the checkpoint's names and weights, each checked before.
+
+        Raises ValueError for a wrong tensor, and for a layer whose scalar differs between encoder
+        and decoder: transformers ties all layer weights of the two but keeps two copies of
+        `layer_scalar`, a buffer, and the one backbone here has one copy.
+        """
+        scalars: dict[str, torch.Tensor] = {}
+        for name, weight in weights:
+            self.position = f"at {name} of shape {list(weight.shape)}"
+            if (own_name := self._mapper.map_name(name)) is not None:
+                self._check(own_name, weight)
+            if name.endswith(".layer_scalar"):
+                layer = name.partition(".layers.")[2]
+                if not torch.equal(scalars.setdefault(layer, weight), weight):
+                    raise ValueError(
+                        f"layer_scalar is {weight.item()} here and {scalars[layer].item()} in the "
+                        f"other mode, encoder and decoder must share it"
+                    )
+            yield name, weight
+            self.position = f"after {name}"
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Marks the tensor that the model calls `name` as found. Raises ValueError if it does not
+        fit, belongs to a layer that has no use for it, or holds numbers that it must not."""
+        layer, _, kind = name.rpartition(".")
+        if complaint := describe_wrong_scale(kind, tensor):
             raise ValueError(complaint)
         expected = self._expected.get(name)
-        if expected is None:
-            layer, _, kind = name.rpartition(".")
-            if layer in self._layers and kind.startswith(("weight", "input", "output")):
-                known = sorted(n.rpartition(".")[2] for n in self._expected if n.startswith(layer))
-                raise ValueError(
-                    f"the layer has no {kind}, only {known}: quantization_config in config.json "
-                    f"describes another format, or leaves this layer unquantised"
-                )
-            return
+        if expected is not None:
+            self._check_expected(name, tensor, expected)
+        elif layer in self._layers and kind.startswith(("weight", "input", "output")):
+            known = sorted(n.rpartition(".")[2] for n in self._expected if n.startswith(layer))
+            raise ValueError(
+                f"the layer has no {kind}, only {known}: quantization_config in config.json "
+                f"describes another format, or leaves this layer unquantised"
+            )
+        if kind not in _CLIPPING_BOUNDS and (complaint := describe_non_finite(tensor)):
+            raise ValueError(complaint)
+
+    def _check_expected(self, name: str, tensor: torch.Tensor, expected: TensorSpec) -> None:
+        """Marks the tensor, and those that it stands for, as found. Raises ValueError unless it is
+        as expected."""
         if complaint := expected.find_mismatch(tensor):
             raise ValueError(complaint)
         if expected.equal_in and not tensor.is_meta:
             first, value = self._first_of_fused.setdefault(expected.equal_in, (name, tensor.item()))
             if tensor.item() != value:
                 raise ValueError(
-                    f"its value must be that of {checkpoint_name(first)}, {value}, got "
-                    f"{tensor.item()}: vLLM runs the two linears as one. Quantise the bf16 "
-                    f"checkpoint with `vllm-dllm quantize --scheme nvfp4`"
+                    f"its value must be that of {name_in_checkpoint(first, self._mapper)}, "
+                    f"{value}, got {tensor.item()}: vLLM runs the two linears as one. Quantise the "
+                    f"bf16 checkpoint with `vllm-dllm quantize --scheme nvfp4`"
                 )
         self._missing -= {name, *expected.stands_for}
 
     def check_complete(self) -> None:
-        """Raises ValueError if tensors are missing, with their names in checkpoints."""
+        """Raises ValueError if tensors are missing, with their names in the checkpoint."""
         if self._missing:
-            first = [checkpoint_name(name) for name in sorted(self._missing)[:_MOST_NAMED]]
-            rest = len(self._missing) - len(first)
-            more = f" and {rest} more" if rest else ""
-            raise ValueError(f"no weights for {', '.join(first)}{more}")
-
-
-def checkpoint_name(name: str) -> str:
-    """Returns the name that transformers gives to our model's tensor `name`."""
-    if name.startswith("self_conditioning."):
-        return f"model.decoder.{name}"
-    if name.startswith(("vision_tower.", "embed_vision.")):
-        return f"model.encoder.{name}"
-    return re.sub(r"^model\.", "model.decoder.", name)
-
-
-def _expected_tensors(
-    model: nn.Module, packed_modules: Mapping[str, list[str]]
-) -> Iterator[tuple[str, TensorSpec]]:
-    """Yields the name of each tensor that may be in a checkpoint, and what it must look like."""
-    for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, LinearBase):
-            if (scheme := _scheme(own)) is not None:
-                for linear, out_features in _fused_parts(name, module, packed_modules):
-                    yield from _linear_tensors(
-                        linear, name, scheme, out_features, module.input_size
-                    )
-                    if "bias" in own:
-                        yield f"{linear}.bias", TensorSpec((out_features,), FLOATS)
-        elif isinstance(module, RoutedExperts):
-            own = {n.removeprefix("w13_"): p for n, p in own.items() if n.startswith("w13_")}
-            if (scheme := _scheme(own)) is not None:
-                yield from _expert_tensors(name.removesuffix(".routed_experts"), module, scheme)
-        elif isinstance(module, VocabParallelEmbedding):
-            if own.keys() == {"weight"}:
-                shape = (module.org_vocab_size, module.embedding_dim)
-                yield f"{name}.weight", TensorSpec(shape, FLOATS)
-        elif not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            # Buffers that checkpoints hold: all of the vision tower's, and the layers' scalars.
-            in_tower = name.startswith("vision_tower")
-            saved = module.state_dict().keys() if in_tower else {"layer_scalar"}
-            own |= {n: b for n, b in module.named_buffers(recurse=False) if n in saved}
-            for kind, tensor in own.items():
-                yield f"{name}.{kind}", TensorSpec(tuple(tensor.shape), FLOATS)
-
-
-def _scheme(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """Returns the format of a layer with these parameters; None if it is left to vLLM."""
-    names = parameters.keys() - {"bias"}
-    if names == {"weight"} and parameters["weight"].dtype in FLOATS:
-        return "unquantised"
-    if (
-        names == {"weight", "weight_scale"}
-        and parameters["weight"].dtype in _BY_CHANNEL
-        and parameters["weight_scale"].shape[-1] == 1
-        and parameters["weight_scale"].shape[-2:-1] == parameters["weight"].shape[-2:-1]
-    ):
-        return _BY_CHANNEL[parameters["weight"].dtype]
-    if names == {"weight_packed", "weight_scale", "weight_shape"} and (
-        8 * parameters["weight_packed"].shape[-1]
-        == INT4_GROUP_SIZE * parameters["weight_scale"].shape[-1]
-    ):
-        return "w4a16"
-    if names == {"weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"} and (
-        parameters["weight_scale"].dtype == torch.float8_e4m3fn
-    ):
-        return "nvfp4"
-    return None
-
-
-def _linear_tensors(
-    name: str, fused: str, scheme: str, n: int, k: int
-) -> Iterator[tuple[str, TensorSpec]]:
-    """Yields the tensors of one linear with weights [n, k], which vLLM runs as part of `fused`."""
-    e4m3 = {torch.float8_e4m3fn}
-    match scheme:
-        case "unquantised":
-            kinds = {"weight": TensorSpec((n, k), FLOATS)}
-        case "fp8" | "int8":
-            dtypes = {torch.int8} if scheme == "int8" else e4m3
-            kinds = {
-                "weight": TensorSpec((n, k), dtypes),
-                "weight_scale": TensorSpec((n, 1), FLOATS),
-            }
-        case "w4a16":
-            kinds = {
-                "weight_packed": TensorSpec((n, k // 8), {torch.int32}),
-                "weight_scale": TensorSpec((n, k // INT4_GROUP_SIZE), FLOATS),
-                "weight_shape": TensorSpec((2,), {torch.int64, torch.int32}),
-            }
-        case "nvfp4":
-            kinds = {
-                "weight_packed": TensorSpec((n, k // 2), {torch.uint8}),
-                "weight_scale": TensorSpec((n, k // GROUP_SIZE), e4m3),
-                "weight_global_scale": TensorSpec((1,), {torch.float32}, equal_in=fused),
-                "input_global_scale": TensorSpec((1,), {torch.float32}),
-            }
-    for kind, tensor in kinds.items():
-        yield f"{name}.{kind}", tensor
-
-
-def _fused_parts(
-    name: str, module: LinearBase, packed_modules: Mapping[str, list[str]]
-) -> Iterator[tuple[str, int]]:
-    """Yields name and output features of each linear that vLLM runs as part of `module`."""
-    parent, _, leaf = name.rpartition(".")
-    if isinstance(module, QKVParallelLinear):
-        heads = {
-            "q_proj": module.total_num_heads * module.head_size,
-            "k_proj": module.total_num_kv_heads * module.head_size,
-            "v_proj": module.total_num_kv_heads * module.v_head_size,
-        }
-        for part in packed_modules[leaf]:
-            yield f"{parent}.{part}", heads[part]
-    elif isinstance(module, MergedColumnParallelLinear):
-        for part, size in zip(packed_modules[leaf], module.output_sizes, strict=True):
-            yield f"{parent}.{part}", size
-    else:
-        yield name, module.output_size
-
-
-def _expert_tensors(
-    name: str, module: RoutedExperts, scheme: str
-) -> Iterator[tuple[str, TensorSpec]]:
-    """Yields the tensors of the experts that this rank holds. Unquantised ones may also come as one
-    tensor for all experts."""
-    config, expert_map = module.moe_config, module.expert_map
-    count, hidden, inner = config.num_experts, config.hidden_dim_unpadded, config.intermediate_size
-    local = [e for e in range(count) if expert_map is None or expert_map[e] >= 0]
-    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    for expert in local:
-        for part, (n, k) in sizes.items():
-            fused = f"{name}.{expert}.{'down' if part == 'down_proj' else 'gate_up'}"
-            yield from _linear_tensors(f"{name}.{expert}.{part}", fused, scheme, n, k)
-    if scheme == "unquantised":
-        for fused, parts, n, k in (
-            ("gate_up_proj", ("gate_proj", "up_proj"), 2 * inner, hidden),
-            ("down_proj", ("down_proj",), hidden, inner),
-        ):
-            names = tuple(f"{name}.{e}.{part}.weight" for e in local for part in parts)
-            yield f"{name}.{fused}", TensorSpec((count, n, k), FLOATS, stands_for=names)
+            raise ValueError(describe_missing(sorted(self._missing), self._mapper))
 
 
 _E4M3_NAN = 0x7F  # and with the sign; the type has no infinity

@@ -231,10 +231,8 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
                 "num_image_tokens": pictures["num_soft_tokens_per_image"],
             }
         if counts.get("video"):
-            videos, processor = (
-                items.get_items("video", VideoProcessorItems),
-                self.info.frame_processor,
-            )
+            processor = self.info.frame_processor
+            videos = items.get_items("video", VideoProcessorItems)
             made |= video_frames.make_patches(videos, processor, partial(_check_size, processor))
         return BatchFeature(made)
 

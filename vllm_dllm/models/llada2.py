@@ -41,10 +41,12 @@ class BlockRouting:
     """
 
     def __init__(self, config: Any, max_num_tokens: int) -> None:
+        """Takes the block and the experts from the checkpoint's `config`. `max_num_tokens`: the
+        most rows of a step."""
         self.block_length: int = config.block_size
         self.capacity: int = config.expert_capacity
         self.scale: float = config.routed_scaling_factor
-        # [max_num_tokens] int64: the block of each row of a step. It keeps its address.
+        # [max_num_tokens] int64: the block of each row of a step. CUDA graphs keep its address.
         self.blocks = torch.zeros(max_num_tokens, dtype=torch.int64)
 
     def number_blocks(self, positions: torch.Tensor) -> None:

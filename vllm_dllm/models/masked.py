@@ -55,7 +55,7 @@ class MaskedModel:
         """Loads a checkpoint's tensors, and returns the names of those loaded. Raises ValueError if
         one is missing."""
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
-        loaded = self.load_named_weights(complete.rename_and_count(weights))
+        loaded = self.load_named_weights(self.names.apply(complete.count(weights)))
         complete.check_complete(loaded)
         return loaded
 
@@ -97,5 +97,6 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | names  # of quantised layers, too
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        # Not Mistral's own, which expects the names and the rotations of its consolidated files.
+        """Loads weights as other models do. Mistral's own method expects the names and the
+        rotations of its consolidated files."""
         return AutoWeightsLoader(self).load_weights(weights)

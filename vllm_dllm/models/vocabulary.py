@@ -122,10 +122,8 @@ class Vocabulary:
     ) -> torch.Tensor:
         """Returns the soft-capped logit [rows] fp32 of each row's token. Returns MASKED_LOGIT for a
         token < 0. All ranks must call it."""
-        first, _ = self.vocabulary_shard()
-        weight, place = self.lm_head_shard(), tokens - first
-        is_here = (place >= 0) & (place < len(weight))
-        of_tokens = weight[place.clamp(0, len(weight) - 1)]
+        place, is_here = self._find_in_shard(tokens)
+        of_tokens = self.lm_head_shard()[place]
         logits = self.cap_logits((hidden.float() * of_tokens.float()).sum(dim=-1))
         logits.masked_fill_(~is_here, MASKED_LOGIT)
         group = get_tp_group()
@@ -138,15 +136,22 @@ class Vocabulary:
     ) -> torch.Tensor:
         """Returns the result of `soft_embeddings` [rows, H] if all other tokens have probability 0.
         All ranks must call it."""
+        _, weight = self.vocabulary_shard()
+        place, is_here = self._find_in_shard(tokens)
+        shares = probs.masked_fill(~is_here, 0.0).to(weight.dtype)
+        return self._sum_shards(
+            F.embedding_bag(place, weight, per_sample_weights=shares, mode="sum")
+        )
+
+    def _find_in_shard(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of tokens in this rank's shard, and whether they are there (bool). Any
+        row stands for a token that is not. Both have the shape of `tokens`."""
         first, weight = self.vocabulary_shard()
         place = tokens - first
-        is_here = (place >= 0) & (place < len(weight))
-        soft = F.embedding_bag(
-            place.clamp(0, len(weight) - 1),
-            weight,
-            per_sample_weights=probs.masked_fill(~is_here, 0.0).to(weight.dtype),
-            mode="sum",
-        )
+        return place.clamp(0, len(weight) - 1), (place >= 0) & (place < len(weight))
+
+    def _sum_shards(self, soft: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all ranks' embeddings `soft` [rows, H], scaled as those of tokens."""
         group = get_tp_group()
         if group.world_size > 1:
             soft = group.all_reduce(soft)
@@ -164,15 +169,10 @@ class Vocabulary:
         again. The vocabulary may be sharded over the tensor-parallel ranks: then all ranks must
         call it.
         """
-        weight = self.model.embed_tokens.weight
+        first, weight = self.vocabulary_shard()
         if weight.dtype != logits.dtype:
             if weight.dtype == torch.float16:  # large biases, low temperatures would be infinite
                 logits = logits.clamp(*_FP16_RANGE)
             probs = logits.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
-        shard = self.model.embed_tokens.shard_indices
-        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-        soft = torch.matmul(probs[:, first:end].to(weight.dtype), weight[: end - first])
-        group = get_tp_group()
-        if group.world_size > 1:
-            soft = group.all_reduce(soft)
-        return soft * self.model.normalizer
+        probs = probs[:, first : first + len(weight)]
+        return self._sum_shards(torch.matmul(probs.to(weight.dtype), weight))

@@ -6,7 +6,7 @@ that no half-loaded model is served.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
-_MOST_NAMED = 8
+_MOST_NAMED = 8  # missing tensors that an error names
 _SAVED = {"weight", "weight_packed", "weight_scale", "bias"}
 """Kinds of tensors that checkpoints hold of a layer that may be quantised. Other parameters of such
 a layer are not required, since they may have been made for a kernel. But a kind that one part of a
@@ -23,7 +23,7 @@ joined layer has, all its parts must have."""
 
 
 class CompleteWeights:
-    """Renames a checkpoint's weights to the model's names, and knows which are still missing."""
+    """Counts a checkpoint's weights, and knows which are still missing."""
 
     def __init__(
         self,
@@ -41,18 +41,14 @@ class CompleteWeights:
         self._mapper = mapper
         self._found: dict[str, set[str]] = defaultdict(set)  # layer -> its tensors
 
-    def rename_and_count(
+    def count(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all weights under the model's names, and records that they have come."""
-        for name, weight in self._mapper.apply(weights):
-            self.count_tensor(name)
+        """Yields all weights under the checkpoint's names, and records that they have come."""
+        for name, weight in weights:
+            layer, _, kind = (self._mapper.map_name(name) or "").rpartition(".")
+            self._found[layer].add(kind)
             yield name, weight
-
-    def count_tensor(self, name: str) -> None:
-        """Records that the tensor that the model calls `name` has come."""
-        layer, _, kind = name.rpartition(".")
-        self._found[layer].add(kind)
 
     def check_complete(self, loaded: Iterable[str] = ()) -> None:
         """Raises ValueError, with their names in the checkpoint, if tensors are missing. `loaded`:
@@ -71,20 +67,28 @@ class CompleteWeights:
             kind = kind.removeprefix("w13_").removeprefix("w2_")
             if name not in known and not any(kind in self._found.get(each, ()) for each in layers):
                 missing += [f"{each}.{kind}" for each in layers]
-        if missing := [self._name_in_checkpoint(name) for name in dict.fromkeys(missing)]:
-            rest = len(missing) - _MOST_NAMED
-            more = f" and {rest} more" if rest > 0 else ""
+        if missing:
+            complaint = describe_missing(list(dict.fromkeys(missing)), self._mapper)
             raise ValueError(
-                f"Cannot load the checkpoint: no weights for {', '.join(missing[:_MOST_NAMED])}"
-                f"{more}. Check that its files are complete and belong together."
+                f"Cannot load the checkpoint: {complaint}. Check that its files are complete and "
+                f"belong together."
             )
 
-    def _name_in_checkpoint(self, name: str) -> str:
-        """Returns the checkpoint's name of the tensor that the model calls `name`."""
-        for old, new in self._mapper.orig_to_new_prefix.items():
-            if new is not None and name.startswith(new):
-                return old + name.removeprefix(new)
-        return name
+
+def describe_missing(names: Sequence[str], mapper: WeightsMapper) -> str:
+    """Returns what to say of tensors that a checkpoint lacks, with its names for them. `names`: the
+    model's, to which `mapper` renames the checkpoint's."""
+    first = ", ".join(name_in_checkpoint(name, mapper) for name in names[:_MOST_NAMED])
+    rest = len(names) - _MOST_NAMED
+    return f"no weights for {first}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def name_in_checkpoint(name: str, mapper: WeightsMapper) -> str:
+    """Returns the name that `mapper` renames to `name`, a tensor of the model."""
+    for old, new in mapper.orig_to_new_prefix.items():
+        if new is not None and name.startswith(new):
+            return old + name.removeprefix(new)
+    return name
 
 
 def _required_parameters(model: nn.Module) -> Iterator[str]:

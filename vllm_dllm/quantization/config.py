@@ -1,7 +1,7 @@
 """vLLM's configuration of a compressed-tensors checkpoint, checked, and completed for CPUs."""
 
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from transformers import PretrainedConfig
@@ -58,7 +58,7 @@ def adapt_quant_config(
         if config.get_name() not in modelopt.METHODS:
             _warn_unchecked(config.get_name(), "all layers that it quantises")
         return config
-    adapted = _copy(config, ServedCompressedTensors)
+    adapted = ServedCompressedTensors.copy_of(config)
     layer_names.add_vllm_names(adapted, text_config)
     adapted.check(text_config)
     return adapted
@@ -69,33 +69,7 @@ def adapt_masked_quant_config(config: QuantizationConfig | None) -> Quantization
     Other methods are left to vLLM. None: the checkpoint is not quantised."""
     if not isinstance(config, CompressedTensorsConfig):
         return config
-    return _copy(config, CompressedTensorsOfOurs)
-
-
-_Kind = TypeVar("_Kind", bound="CompressedTensorsOfOurs")
-
-
-def _copy(config: CompressedTensorsConfig, kind: type[_Kind]) -> _Kind:
-    """Returns a copy of `config` of class `kind`. On CPUs the copy has no fp8 KV cache, and a line
-    in the log says so."""
-    kv_cache_scheme = config.kv_cache_scheme
-    if kv_cache_scheme is not None and current_platform.is_cpu():
-        # vLLM would use an fp8 cache, which the reference window rule cannot read on CPUs.
-        logger.info_once("The KV cache has the model's type: on CPUs it is not quantised.")
-        kv_cache_scheme = None
-    copied = kind(
-        target_scheme_map=dict(config.target_scheme_map),
-        ignore=list(config.ignore),
-        quant_format=config.quant_format,
-        kv_cache_scheme=kv_cache_scheme,
-        config=config.config,
-        transform_config=config.config.get("transform_config") if config.config else None,
-        total_num_heads=config.total_num_heads,
-        total_num_kv_heads=config.total_num_kv_heads,
-    )
-    copied.packed_modules_mapping = config.packed_modules_mapping
-    copied.online_quantization_config = config.online_quantization_config
-    return copied
+    return CompressedTensorsOfOurs.copy_of(config)
 
 
 def _warn_unchecked(scheme: str, layers: str) -> None:
@@ -118,17 +92,28 @@ def _cpu_layers() -> Any:
 class CompressedTensorsOfOurs(CompressedTensorsConfig):
     """vLLM's configuration, with linears and experts that CPUs can run."""
 
+    @classmethod
+    def copy_of(cls, config: CompressedTensorsConfig) -> Self:
+        """Returns a copy of `config`. On CPUs the copy has no fp8 KV cache, and a line in the log
+        says so."""
+        copied = cls.__new__(cls)
+        copied.__dict__.update(config.__dict__)
+        copied.target_scheme_map = dict(config.target_scheme_map)
+        copied.ignore = list(config.ignore)
+        if config.kv_cache_scheme is not None and current_platform.is_cpu():
+            # vLLM would use an fp8 cache, which the reference window rule cannot read on CPUs.
+            logger.info_once("The KV cache has the model's type: on CPUs it is not quantised.")
+            copied.kv_cache_scheme = None
+        return copied
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the method that loads and computes `layer`, which vLLM calls `prefix`: on CPUs
         ours, if there is one, else vLLM's. Raises ValueError if this CPU cannot compute the
         layer."""
+        method: QuantizeMethodBase | None = None
         if current_platform.is_cpu():
-            method: QuantizeMethodBase | None = _cpu_layers().choose_layer_method(
-                self, layer, prefix
-            )
-            if method is not None:
-                return method
-        return super().get_quant_method(layer, prefix)
+            method = _cpu_layers().choose_layer_method(self, layer, prefix)
+        return method or super().get_quant_method(layer, prefix)
 
 
 class ServedCompressedTensors(CompressedTensorsOfOurs):
@@ -157,8 +142,8 @@ class ServedCompressedTensors(CompressedTensorsOfOurs):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the method that loads and computes `layer`, which vLLM calls `prefix`. Raises
         ValueError if embeddings are quantised."""
-        is_embedding = isinstance(layer, VocabParallelEmbedding)
-        is_embedding = is_embedding and not isinstance(layer, ParallelLMHead)
+        is_lm_head = isinstance(layer, ParallelLMHead)
+        is_embedding = isinstance(layer, VocabParallelEmbedding) and not is_lm_head
         if is_embedding and self.get_scheme_dict(layer, prefix) is not None:
             raise ValueError(
                 f"quantization_config quantises {IN_CHECKPOINT}embed_tokens, but denoising reads "

@@ -63,24 +63,12 @@ def adapt_modelopt_config(model_config: ModelConfig) -> None:
         return
     # hf_quant_config.json has the same one level deeper than config.json, under other names.
     options = written.get("quantization", written)
-    algorithm = str(options.get("quant_algo")).upper()
-    excluded = options.get("exclude_modules", options.get("ignore")) or []
-    if algorithm not in SCHEMES:
-        raise ValueError(
-            f"quant_algo of {model_config.model} is {options.get('quant_algo')!r}: of ModelOpt's "
-            f"formats, {', '.join(SCHEMES)} are served. Use another checkpoint, or quantise the "
-            f"bf16 one with `vllm-dllm quantize`."
-        )
-    group_size = int(options.get("group_size") or GROUP_SIZE)
-    if algorithm == "NVFP4" and group_size != GROUP_SIZE:
-        raise ValueError(
-            f"group_size must be {GROUP_SIZE}, got {group_size} in the NVFP4 of "
-            f"{model_config.model}. Use another checkpoint."
-        )
+    algorithm = _read_algorithm(options, model_config.model)
     if not current_platform.is_cpu():
         return
     if algorithm == "FP8":
         logger.info("On CPUs, inputs of FP8 layers are quantised token by token.")
+    excluded = options.get("exclude_modules", options.get("ignore")) or []
     # All linears of the text model but those that are excluded. Nothing else can be quantised here.
     targets = [
         name
@@ -97,6 +85,25 @@ def adapt_modelopt_config(model_config: ModelConfig) -> None:
         READ: algorithm,
     }
     model_config.quantization = "compressed-tensors"
+
+
+def _read_algorithm(options: Mapping[str, Any], model: str) -> str:
+    """Returns the key of `SCHEMES` that a quantization config names. Raises ValueError if there is
+    none, or its groups have another size. `model`: the checkpoint, for errors."""
+    algorithm = str(options.get("quant_algo")).upper()
+    if algorithm not in SCHEMES:
+        raise ValueError(
+            f"quant_algo of {model} is {options.get('quant_algo')!r}: of ModelOpt's formats, "
+            f"{', '.join(SCHEMES)} are served. Use another checkpoint, or quantise the bf16 one "
+            f"with `vllm-dllm quantize`."
+        )
+    group_size = int(options.get("group_size") or GROUP_SIZE)
+    if algorithm == "NVFP4" and group_size != GROUP_SIZE:
+        raise ValueError(
+            f"group_size must be {GROUP_SIZE}, got {group_size} in the NVFP4 of {model}. Use "
+            f"another checkpoint."
+        )
+    return algorithm
 
 
 def _is_modelopt_config(written: Mapping[str, Any]) -> bool:
@@ -153,8 +160,8 @@ def _split_experts(
         yield name, weight
         return
     parts = ("gate_proj", "up_proj") if found["part"] == "gate_up_proj" else ("down_proj",)
-    own = weight if weight.numel() > 1 else weight.reshape(1).expand(num_experts)
-    for expert, of_expert in enumerate(own):
+    by_expert = weight if weight.numel() > 1 else weight.reshape(1).expand(num_experts)
+    for expert, of_expert in enumerate(by_expert):
         halves = [of_expert] * len(parts)
         if of_expert.numel() > 1:
             halves = list(of_expert.chunk(len(parts)))

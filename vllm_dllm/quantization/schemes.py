@@ -1,7 +1,7 @@
 """Which schemes of compressed-tensors can be served, and errors for the others."""
 
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -51,7 +51,8 @@ def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme
     if layout == Scheme.W4A16.value:
         is_served &= weights.actorder is None
     for kind, formats in _FORMATS.items():
-        if is_served and layout == kind.value and (_format(weights), _format(inputs)) == formats:
+        found = (_Format.of(weights), _Format.of(inputs))
+        if is_served and layout == kind.value and found == formats:
             return kind
     if on_cpu:
         raise _unsupported(layer, f"CPUs cannot run {describe_scheme(scheme)}")
@@ -80,27 +81,43 @@ def describe_scheme(scheme: dict[str, Any]) -> str:
     return f"{scheme.get('format')} ({'; '.join(parts)})"
 
 
-def _format(args: QuantizationArgs | None) -> tuple[str, int, str, int | None, bool] | None:
-    """Returns type, bits, strategy, size of groups, and whether scales are dynamic. The size is
-    None unless values are grouped. NVFP4 counts as not dynamic, since it may be either. Returns
-    None if `args` is None: not quantised."""
-    if args is None:
-        return None
-    in_nvfp4 = args.strategy == QuantizationStrategy.TENSOR_GROUP
-    group_size = (
-        args.group_size if in_nvfp4 or args.strategy == QuantizationStrategy.GROUP else None
-    )
-    dynamic = bool(args.dynamic) and not in_nvfp4
-    return args.type, args.num_bits, args.strategy, group_size, dynamic
+class _Format(NamedTuple):
+    """How weights or inputs are quantised, as far as kernels depend on it."""
+
+    type: str
+    num_bits: int
+    strategy: str  # what has a scale of its own
+    group_size: int | None = None  # values of a group; None: they are not grouped
+    is_dynamic: bool = False  # whether scales are computed from each input
+
+    @classmethod
+    def of(cls, args: QuantizationArgs | None) -> "_Format | None":
+        """Returns the format that `args` describe. NVFP4 counts as not dynamic, since it may be
+        either. Returns None if `args` is None: not quantised."""
+        if args is None:
+            return None
+        in_nvfp4 = args.strategy == QuantizationStrategy.TENSOR_GROUP
+        is_grouped = in_nvfp4 or args.strategy == QuantizationStrategy.GROUP
+        return cls(
+            type=args.type,
+            num_bits=args.num_bits,
+            strategy=args.strategy,
+            group_size=args.group_size if is_grouped else None,
+            is_dynamic=bool(args.dynamic) and not in_nvfp4,
+        )
 
 
+_NVFP4 = _Format("float", 4, "tensor_group", GROUP_SIZE)
 _FORMATS = {
-    Scheme.FP8_DYNAMIC: (("float", 8, "channel", None, False), ("float", 8, "token", None, True)),
-    Scheme.NVFP4: (("float", 4, "tensor_group", GROUP_SIZE, False),) * 2,
-    Scheme.INT8: (("int", 8, "channel", None, False), ("int", 8, "token", None, True)),
-    Scheme.W4A16: (("int", 4, "group", INT4_GROUP_SIZE, False), None),
+    Scheme.FP8_DYNAMIC: (
+        _Format("float", 8, "channel"),
+        _Format("float", 8, "token", is_dynamic=True),
+    ),
+    Scheme.NVFP4: (_NVFP4, _NVFP4),
+    Scheme.INT8: (_Format("int", 8, "channel"), _Format("int", 8, "token", is_dynamic=True)),
+    Scheme.W4A16: (_Format("int", 4, "group", INT4_GROUP_SIZE), None),
 }
-"""Formats of weights and inputs that are served, as `_format` returns them."""
+"""Formats of weights and inputs that are served."""
 
 
 def _unsupported(layer: str, complaint: str) -> ValueError:

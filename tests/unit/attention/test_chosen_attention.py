@@ -34,10 +34,11 @@ def chosen(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) ->
             model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=32768),
             additional_config={},
         )
-        gpu = vllm_dllm.attention.gpu
+        gpu, flash_attention = vllm_dllm.attention.gpu, vllm_dllm.attention.flash_attention
         monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: config)
         platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*chip))
         monkeypatch.setattr(gpu, "current_platform", platform)
+        monkeypatch.setattr(flash_attention, "current_platform", platform)
         choice, attention = choose_versions(layer, cache)
         assert (attention is None) == (choice == Choice(((0, "triton"),)))
         return log[-1], attention is not None

@@ -3,7 +3,6 @@
 Without a GPU the kernel runs in Triton's interpreter; what vLLM calls around it is real.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 import vllm_dllm.attention.flash_attention
 import vllm_dllm.attention.gpu
 from attention_kernels.api import FP8
-from attention_kernels.fa4 import import_fa4
+from attention_kernels.batch import Batch
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.triton_version import interpreted_without_gpu
 from tests.unit.attention.metadata import common_metadata
@@ -323,8 +322,8 @@ def test_all_that_runs_is_compiled_before_requests_come(
     stand_in = fa4(Choice(((0, "triton"), (1024, "fa4"))))
     of_triton: list[tuple[int, bool]] = []
 
-    def attend(query: torch.Tensor, *_: Any, spans: torch.Tensor | None, **__: Any) -> None:
-        of_triton.append((len(query), spans is not None))
+    def attend(batch: Batch, **_: Any) -> None:
+        of_triton.append((len(batch.query), batch.spans is not None))
 
     monkeypatch.setattr(vllm_dllm.attention.gpu.triton_fwd, "attention", attend)
     attention = GpuCanvasBackend.get_impl_cls()
@@ -348,9 +347,3 @@ def test_all_that_runs_is_compiled_before_requests_come(
         rows = [*(1 << i for i in range(10)), 1023]
         spans = [False, True][: 1 + has_images]
         assert sorted(of_triton) == sorted(2 * [(n, each) for n in rows for each in spans])
-
-
-def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "attention_kernels.fa4_fwd", None)
-    with pytest.raises(ImportError, match=r"flash-attn-4 .*pip install 'vllm-dllm\[fa4\]'"):
-        import_fa4()

@@ -31,8 +31,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     attention = FlashAttention(stand_in, has_flags=True, has_masks=False)
     monkeypatch.setattr(vllm_dllm.attention.gpu, "choose_versions", lambda *_: (TRITON, None))
     monkeypatch.setattr(
-        measuring,
-        "find_flash_attention",
+        FlashAttention,
+        "find",
         lambda kind, *_: "it takes no window" if kind.has_window else attention,
     )
     monkeypatch.setattr(measuring, "CONTEXTS", (0, 16, 64, 500))

@@ -30,6 +30,7 @@ from flash_attn.cute.utils import scalar_to_ssa  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from attention_kernels import fa4_fwd  # noqa: E402
+from attention_kernels.batch import Batch  # noqa: E402
 from attention_kernels.chunks import CHUNK, Chunks  # noqa: E402
 
 
@@ -37,12 +38,13 @@ def int32(*shape):
     return torch.empty(shape, dtype=torch.int32, device="cuda")
 
 
-def tensors(head_size, group, page):
+def batch_of(head_size, group, page):
     half = dict(dtype=torch.bfloat16, device="cuda")
     query = torch.empty(512, 16, head_size, **half)
     # As vLLM allocates it: keys beside values, all tokens of a head together.
     cache = torch.empty(99, 16 // group, page, 2 * head_size, **half).transpose(1, 2)
-    return query, *cache.split(head_size, dim=-1)
+    requests = (int32(4, 83), int32(5), *(int32(4) for _ in range(3)))
+    return Batch(query, *cache.split(head_size, dim=-1), *requests)
 
 
 @cute.jit
@@ -51,11 +53,12 @@ def another_mask(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     return kv_idx >= slope * q_idx
 
 
-def ptx_with(mask, query, keys, values, softcap, images=None):
+def ptx_with(mask, batch, images=None):
     """What is compiled anew for it."""
     chunks = Chunks(int32(6), int32(5), int32(5, 83), int32(5, 3), images)
     with patch.object(fa4_fwd, "band_mask", mask):
-        fa4_fwd.attend_chunks(query, keys, values, chunks, torch.empty_like(query), 0.1, softcap)
+        output = torch.empty_like(batch.query)
+        fa4_fwd.attend_chunks(batch, chunks, output=output, scale=0.1, softcap=0.0)
     texts = []
     for path in FOLDER.glob("*.ptx"):  # of one name, whatever the mask
         texts.append(path.read_text())
@@ -67,9 +70,9 @@ if __name__ == "__main__":
     words = ("wgmma.mma_async", "tcgen05.mma", "ld.local", "ld.global.nc", ".entry")
     masks = (fa4_fwd.band_mask, another_mask, fa4_fwd.band_mask)
     with FakeTensorMode():
-        batch = tensors(*map(int, sys.argv[2:]))
-        texts = [ptx_with(mask, *batch, softcap=0.0) for mask in masks]
+        batch = batch_of(*map(int, sys.argv[2:]))
+        texts = [ptx_with(mask, batch) for mask in masks]
         images = int32(5, CHUNK, 2)
-        texts.append(ptx_with(fa4_fwd.band_mask, *batch, softcap=0.0, images=images))
+        texts.append(ptx_with(fa4_fwd.band_mask, batch, images))
     shutil.rmtree(FOLDER)
     print(json.dumps([{word: text.count(word) for word in words} for text in texts]))

@@ -1,11 +1,12 @@
 """What `attention` says of arguments that do not fit, and that it goes by their meaning."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from attention_kernels.api import attention
+from attention_kernels.api import attention, import_fa4
 from attention_kernels.testing import PagedBatch, Request
 
 
@@ -97,3 +98,9 @@ def test_dtypes_and_groups_must_fit(batch: PagedBatch) -> None:
         call(batch, query=batch.query.double())
     with pytest.raises(ValueError, match="query has 3 heads, which is not a multiple of key_cache"):
         call(batch, query=batch.query[:, :3].contiguous())
+
+
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "attention_kernels.fa4_fwd", None)
+    with pytest.raises(ImportError, match=r"flash-attn-4 .*pip install 'vllm-dllm\[fa4\]'"):
+        import_fa4()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from attention_kernels import chunks as chunks_module
 from attention_kernels.chunks import Chunks
@@ -44,18 +45,8 @@ def small_batch(requests: list[Request], block_size: int = 16) -> PagedBatch:
 
 
 def cut(batch: PagedBatch, window_left: int, padding: int = 0) -> Chunks:
-    on_device = batch.to(DEVICE)
-    chunks = Chunks.cut(
-        on_device.block_table,
-        on_device.query_start_loc,
-        on_device.seq_lens,
-        on_device.causal,
-        on_device.symmetric,
-        spans=on_device.spans,
-        num_tokens=len(batch.query) + padding,
-        block_size=batch.key_cache.shape[1],
-        window_left=window_left,
-    )
+    padded = replace(batch, query=F.pad(batch.query, (0, 0, 0, 0, 0, padding)))
+    chunks = Chunks.cut(padded.to(DEVICE), window_left)
     tensors = vars(chunks).items()
     return Chunks(**{name: tensor.cpu() for name, tensor in tensors if tensor is not None})
 

@@ -176,14 +176,17 @@ def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
     batch = PagedBatch.random(
         WITH_IMAGES, num_heads=2, num_kv_heads=1, head_size=32, block_size=16, dtype=torch.float16
     )
-    arguments = {**batch.arguments(), "output": torch.zeros_like(batch.query)}
-    arguments[name] = with_gaps(arguments[name])
-    arguments["symmetric"] = arguments.pop("window_rule")
+    output = torch.zeros_like(batch.query)
+    if name == "output":
+        output = with_gaps(output)
+    else:
+        field = "symmetric" if name == "window_rule" else name
+        batch = replace(batch, **{field: with_gaps(getattr(batch, field))})
     said = "impl 'fa4' takes contiguous spans, got strides"
     if name != "spans":
         said = f"a {name} that is contiguous along its last dimension"
     with pytest.raises(ValueError, match=said):
-        fa4_fwd.attention(**arguments, scale=0.3, window_left=-1, softcap=0.0)
+        fa4_fwd.attention(batch, output=output, scale=0.3, window_left=-1, softcap=0.0)
 
 
 def test_no_silent_fallback() -> None:

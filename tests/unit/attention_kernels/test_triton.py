@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.api import FP8, attention
+from attention_kernels.batch import Batch
 from attention_kernels.masks import visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed
 from attention_kernels.tiling import key_range
@@ -239,8 +240,7 @@ def test_few_requests_fill_the_processors(
     integers = torch.zeros(num_reqs + 1, dtype=torch.int32)
     each = integers[:num_reqs]
     triton_version.attention(
-        *(query, cache, cache, each[:, None], integers, each, each),
-        symmetric=each,
+        Batch(query, cache, cache, each[:, None], integers, each, each, symmetric=each),
         output=query,
         scale=1.0,
         window_left=window_left,

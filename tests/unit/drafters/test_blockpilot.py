@@ -92,16 +92,14 @@ def test_standardised() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_saved_and_loaded(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saved_and_loaded(variant: str, tmp_path: Path) -> None:
     predictor = BlockPilot(config(variant)).eval()
     predictor.fit_input_scale(torch.randn(20, V))
     save_predictor(predictor, tmp_path)
-    loaded = load_predictor(tmp_path, vocab_size=V, trained_block_size=16, dtype=dtype)
+    loaded = load_predictor(tmp_path, vocab_size=V, trained_block_size=16)
     assert loaded.config == predictor.config and not loaded.training
     logits = torch.randn(30, V)
-    ours, theirs = loaded.predict_widths(logits), predictor.predict_widths(logits)
-    assert (ours == theirs).float().mean() >= (1 if dtype == torch.float32 else 0.8)
+    assert torch.equal(loaded.predict_widths(logits), predictor.predict_widths(logits))
     assert load_file(tmp_path / "model.safetensors").keys() == predictor.state_dict().keys()
 
 

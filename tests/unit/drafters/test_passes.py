@@ -57,17 +57,13 @@ def by_loops(confidence: list[float], masked: list[bool], count: int) -> list[bo
     return [i in chosen for i in range(len(masked))]
 
 
-@pytest.mark.parametrize("per_request", [False, True], ids=["one count", "a count a request"])
-def test_reveals_the_most_confident(per_request: bool) -> None:
+def test_reveals_the_most_confident() -> None:
     confidence = torch.randint(5, (50, 16)).float().log()  # ties, and minus infinity
     masked = torch.rand(50, 16) < 0.6
-    counts = torch.randint(0, 17, (50,)) if per_request else torch.full((50,), 6)
-    ours = choose_revealed(confidence, masked, counts if per_request else 6)
-    expected = [
-        by_loops(*row)
-        for row in zip(confidence.tolist(), masked.tolist(), counts.tolist(), strict=True)
-    ]
-    assert ours.tolist() == expected
+    rows = list(zip(confidence.tolist(), masked.tolist(), strict=True))
+    for count in (0, 1, 6, 16):
+        expected = [by_loops(*row, count) for row in rows]
+        assert choose_revealed(confidence, masked, count).tolist() == expected
 
 
 def test_a_confidence_of_minus_infinity_is_revealed_last_but_revealed() -> None:

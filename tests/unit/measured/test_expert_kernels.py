@@ -118,9 +118,9 @@ def test_steps_go_as_the_nearest_that_was_timed(
     kernel = layer.quant_method.moe_kernel.fused_experts
     mix = mixture_triton.mix_experts
 
-    def mixed(*args: Any) -> None:
-        sizes.append(args[5])
-        mix(*args)
+    def mixed(*args: Any, size: int, **options: Any) -> None:
+        sizes.append(size)
+        mix(*args, size=size, **options)
 
     monkeypatch.setattr(mixture_triton, "mix_experts", mixed)
     monkeypatch.setattr(TritonExperts, "apply", lambda *_, **call: stock.append(call["output"]))

@@ -69,7 +69,7 @@ def test_the_result_in_use_is_kept_from_later_writes(log: Log) -> None:
 def test_nothing_is_timed_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(stopwatch.time, "monotonic", lambda: now[0])
-    watch = Stopwatch.for_seconds(15, clock)
+    watch = Stopwatch(clock, until=115)
     assert watch.time_candidates("x", {"in use": gives(1.0)}) == {"in use": 1.0}
     now[0] += 15
     assert watch.is_over and watch.time_candidates("x", {"in use": raises}) == {}

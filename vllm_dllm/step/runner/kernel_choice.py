@@ -101,7 +101,7 @@ def _measure(
     and `ours` as in `FastestExperts`."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
-    stopwatch = Stopwatch.for_seconds(MOST_SECONDS, clock)
+    stopwatch = Stopwatch(clock, started + MOST_SECONDS)
     length = vllm_config.diffusion_config.canvas_length
     most = vllm_config.scheduler_config.max_num_batched_tokens
     steps = [canvases for canvases in CANVASES if canvases * length <= most]
