@@ -3,9 +3,6 @@
 Legend: Vt = tokens of a tile, B = its blocks of `BLOCK` tokens, H = hidden size.
 """
 
-from functools import cache
-from types import ModuleType
-
 import torch
 
 from vllm_dllm.denoise.impossible import MASKED_LOGIT
@@ -85,8 +82,11 @@ class ExpectedEmbedding:
         known = known * (-2 * rounding * self._maximum.abs()).exp()
         needed = masses > self._least_share * known[:, None]
         self._total.add_(masses.masked_fill(needed, 0.0).sum(dim=-1))
-        add = _triton_module().add_needed_ if logits.is_cuda else add_needed_
-        add(self._sum, self._total, logits, self._maximum, needed, embeddings)
+        if logits.is_cuda:
+            from vllm_dllm.denoise.expected_embedding_triton import add_needed_ as add_needed
+        else:
+            add_needed = add_needed_
+        add_needed(self._sum, self._total, logits, self._maximum, needed, embeddings)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns sum [rows, H], total [rows] and maximum [rows] over one shard of the vocabulary,
@@ -116,21 +116,12 @@ def add_needed_(
         sums.index_add_(0, rows, product.float())
 
 
-@cache
-def _triton_module() -> ModuleType:
-    from vllm_dllm.denoise import expected_embedding_triton  # needs Triton
-
-    return expected_embedding_triton
-
-
 class TopTokens:
     """Keeps the k most probable tokens of rows whose logits arrive tile by tile."""
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._logits: torch.Tensor | None = None
-        self._tokens: torch.Tensor | None = None
-        self._log_total: torch.Tensor | None = None
+        self._best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # see `result`
 
     def add_tile(
         self,
@@ -139,26 +130,24 @@ class TopTokens:
     ) -> None:
         """Merges the next tile's most probable tokens with those of the tiles before."""
         top = logits.topk(min(self.k, logits.shape[1]), dim=-1)
-        found = top.values.float(), top.indices + first_token
+        best, tokens = top.values.float(), top.indices + first_token
         log_total = logits.float().logsumexp(dim=-1, keepdim=True)
-        if self._logits is None or self._tokens is None or self._log_total is None:
-            self._logits, self._tokens = found
-            self._log_total = log_total
-            return
-        self._log_total = torch.logaddexp(self._log_total, log_total)
-        self._logits, self._tokens = top_k_tokens(
-            torch.cat((self._logits, found[0]), dim=-1),
-            torch.cat((self._tokens, found[1]), dim=-1),
-            self.k,
-        )
+        if self._best is not None:
+            earlier, earlier_tokens, earlier_total = self._best
+            log_total = torch.logaddexp(earlier_total, log_total)
+            best, tokens = top_k_tokens(
+                torch.cat((earlier, best), dim=-1),
+                torch.cat((earlier_tokens, tokens), dim=-1),
+                self.k,
+            )
+        self._best = best, tokens, log_total
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, and
         the logsumexp [rows, 1] fp32 over all tiles. There are fewer columns if there are fewer
         tokens."""
-        assert self._logits is not None and self._tokens is not None, "no tile has been added"
-        assert self._log_total is not None
-        return self._logits, self._tokens, self._log_total
+        assert self._best is not None, "no tile has been added"
+        return self._best
 
 
 def top_k_tokens(

@@ -5,6 +5,7 @@ have the same canvases, as most have. A request whose prefill goes on has no can
 copied to the device asynchronously, so building a batch never waits for the device.
 """
 
+from collections.abc import Container, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -149,6 +150,19 @@ class CanvasBatch:
     @property
     def num_canvases(self) -> int:
         return len(self.requests_np)
+
+    @cached_property
+    def slots_list(self) -> list[int]:
+        """Returns `slots_np` as a list."""
+        return self.slots_np.tolist()
+
+    def any_in(self, slots: Set[int]) -> bool:
+        """Returns whether any canvas' slot is one of `slots`."""
+        return not slots.isdisjoint(self.slots_list)
+
+    def canvases_in(self, slots: Container[int]) -> list[int]:
+        """Returns the indices of canvases whose slots are in `slots`."""
+        return [i for i, slot in enumerate(self.slots_list) if slot in slots]
 
     @property
     def num_rows(self) -> int:

@@ -24,7 +24,7 @@ def asking(slot: int, num_steps: int = 3, temperature: float = 0.0, **wanted: An
 
 
 def batch_of(*slots: int) -> Any:
-    return SimpleNamespace(slot_index=torch.tensor(slots), slots_np=np.array(slots))
+    return SimpleNamespace(slot_index=torch.tensor(slots), slots_list=list(slots))
 
 
 @pytest.mark.parametrize("reveals_at_threshold", [False, True])

@@ -6,15 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import zmq
 
 from tests.processes import HANGS_S
 from tests.unit.config.test_files import room_for
+from tests.unit.step.batches import canvas_batch
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import unpack_canvases
+from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.watched import observers
 from vllm_dllm.step.watched.canvas_sender import StepCanvases
 from vllm_dllm.step.watched.observers import CanvasObservers
@@ -43,13 +44,9 @@ def request(slot: int, feed: str | None, prompt_len: int = 3, width: int | None 
     return SimpleNamespace(slot=slot, options=options, prompt_len=prompt_len)
 
 
-def batch(*slots: int) -> Any:
+def batch(*slots: int) -> CanvasBatch:
     """Canvases of C positions, the last one a position shorter."""
-    lengths = np.full(len(slots), C)
-    lengths[-1] -= 1
-    return SimpleNamespace(
-        slots_np=np.array(slots), lengths_np=lengths, requests_np=np.arange(len(slots))
-    )
+    return canvas_batch(C, [*[C] * (len(slots) - 1), C - 1], slots)
 
 
 def step(n: int, number: int = 1, start: int = 3) -> StepCanvases:

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.unit.step.batches import canvas_batch
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.predictions import Predicted, Predictions
@@ -46,7 +46,7 @@ class Step:
         return self.slots.canvas[slot].tolist(), self.slots.tokens[slot, 0].tolist()
 
     def among(self, blocks: dict[int, list[int]]) -> Predicted | None:
-        batch: Any = SimpleNamespace(slots_np=np.array(list(blocks)))
+        batch = canvas_batch(C, [C] * len(blocks), list(blocks))
         return self.predictions.find_predicted(batch)
 
     def moved(

@@ -1,6 +1,6 @@
 """Brings the most probable tokens of a canvas to the host, where a grammar finds its legal path."""
 
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,18 +25,19 @@ def read_canvas_rows(
     """Returns the `MOST_PROBABLE` most probable tokens of each row of canvas i on the host, and
     functions that read more of a row. A permanently revealed token comes first in its row. Waits
     for the device."""
-    of_rows, first = [], 0
+    parts, first = [], 0
     for rows in logits.processed(i):
-        of_rows.append(_top_tokens(rows / temperature[first : first + len(rows)], MOST_PROBABLE))
+        parts.append(_top_tokens(rows / temperature[first : first + len(rows)], MOST_PROBABLE))
         first += len(rows)
-    tokens, logprobs = (torch.cat(parts) for parts in zip(*of_rows, strict=True))
+    tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     if revealing is not None:
         tokens, logprobs = _put_revealed_first(tokens, logprobs, revealing, i)
+    reader = _RowReader(logits, i, temperature)
     return CanvasRows(
         tokens.cpu().numpy(),
         logprobs.cpu().numpy(),
-        partial(_best_legal, logits, i, temperature),
-        partial(_more_top_tokens, logits, i, temperature),
+        best_legal=reader.best_legal,
+        more=reader.more_top_tokens,
     )
 
 
@@ -50,34 +51,35 @@ def _top_tokens(
     return top.indices, top.values - scaled.logsumexp(dim=-1, keepdim=True)
 
 
-def _best_legal(
-    logits: CanvasLogits,
-    i: int,
-    temperature: torch.Tensor,  # [L, 1] fp32
-    row: int,
-    words: np.ndarray,  # [W] uint32
-) -> tuple[int, float]:
-    """Returns one row's most probable token of the set `words`, and its log-probability among all
-    tokens. Each word has a bit for each of 32 tokens. Waits for the device."""
-    scaled = logits.row(i, row) / temperature[row]
-    is_legal = unpack_mask(words, len(scaled))
-    among = scaled.masked_fill(async_tensor_h2d(~is_legal, device=scaled.device), float("-inf"))
-    token = among.argmax()
-    found = torch.stack((token.double(), (scaled[token] - scaled.logsumexp(dim=-1)).double()))
-    chosen, logprob = found.tolist()
-    return int(chosen), logprob
+class _RowReader(NamedTuple):
+    """Reads more of single rows of canvas i. Waits for the device."""
 
+    logits: CanvasLogits
+    i: int
+    temperature: torch.Tensor  # [L, 1] fp32
 
-def _more_top_tokens(
-    logits: CanvasLogits,
-    i: int,
-    temperature: torch.Tensor,  # [L, 1] fp32
-    row: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the `MORE_TOKENS` most probable tokens [k] int64 of one row of canvas i, the best
-    first, and their log-probabilities [k] fp32. Waits for the device."""
-    tokens, logprobs = _top_tokens(logits.row(i, row) / temperature[row], MORE_TOKENS)
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+    def best_legal(
+        self,
+        row: int,
+        words: np.ndarray,  # [W] uint32, a bit for each token
+    ) -> tuple[int, float]:
+        """Returns the row's most probable token of the set `words`, and its log-probability among
+        all tokens."""
+        scaled = self._scaled(row)
+        is_illegal = async_tensor_h2d(~unpack_mask(words, len(scaled)), device=scaled.device)
+        token = scaled.masked_fill(is_illegal, float("-inf")).argmax()
+        logprob = scaled[token] - scaled.logsumexp(dim=-1)
+        chosen, of_chosen = torch.stack((token.double(), logprob.double())).tolist()
+        return int(chosen), of_chosen
+
+    def more_top_tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the row's `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
+        log-probabilities [k] fp32."""
+        tokens, logprobs = _top_tokens(self._scaled(row), MORE_TOKENS)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _scaled(self, row: int) -> torch.Tensor:
+        return self.logits.row(self.i, row) / self.temperature[row]
 
 
 def _put_revealed_first(

@@ -48,13 +48,13 @@ class GrammarRuns(CanvasGrammars):
         n, C = batch.num_canvases, batch.canvas_length
         tokens = np.full((n, C), _NONE, dtype=np.int64)
         revealed, is_held = np.zeros((n, C), dtype=bool), np.zeros(n, dtype=bool)
-        is_ruled = np.array([slot in self._answers for slot in batch.slots_np.tolist()])
+        is_ruled = np.array([slot in self._answers for slot in batch.slots_list])
         bound = rules.entropy_bound
         if bound is None:
             bound = torch.full_like(rules.threshold, NO_BOUND)
         numbers = (starts, skipped, rules.least, rules.threshold, bound)
         on_host = torch.stack([column.double() for column in numbers], dim=1).tolist()
-        for i, slot in enumerate(batch.slots_np.tolist()):
+        for i, slot in enumerate(batch.slots_list):
             begin, is_skipped, least, threshold, entropy_bound = on_host[i]
             if slot not in self._answers or is_skipped:
                 continue

@@ -171,9 +171,8 @@ class CanvasGrammars:
     def cut_answers(self, batch: CanvasBatch) -> list[int]:
         """Returns the batch indices of requests whose answers were closed early, because their
         tokens run out."""
-        requests = zip(batch.slots_np.tolist(), batch.requests_np.tolist(), strict=True)
         cut = {slot for slot, answer in self._answers.items() if answer.is_cut}
-        return [request for slot, request in requests if slot in cut]
+        return [int(batch.requests_np[i]) for i in batch.canvases_in(cut)] if cut else []
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -182,16 +181,16 @@ class CanvasGrammars:
         Returns None if all grammars are compiled."""
         if not self._added:
             return None
-        waiting = [slot in self._added for slot in batch.slots_np.tolist()]
+        waiting = [slot in self._added for slot in batch.slots_list]
         return self._to_device(waiting) if any(waiting) else None
 
     def canvases_with_grammar(self, batch: CanvasBatch) -> list[int]:
         """Returns the indices of canvases whose requests have a grammar."""
-        return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._answers]
+        return batch.canvases_in(self._answers)
 
     def any_in(self, batch: CanvasBatch) -> bool:
         """Returns whether any request of the batch has a grammar."""
-        return not self._answers.keys().isdisjoint(batch.slots_np.tolist())
+        return batch.any_in(self._answers.keys())
 
     def find_legal_paths(
         self,

@@ -79,35 +79,27 @@ def pad_rows(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
     missing = num_rows - len(scores.logprobs)
     if missing == 0:
         return scores
+    # Padding begins with the last axis, and rows are the first.
     return LogprobsTensors(
-        F.pad(scores.logprob_token_ids, (0, 0, 0, missing)),
-        F.pad(scores.logprobs, (0, 0, 0, missing)),
-        F.pad(scores.selected_token_ranks, (0, missing)),
+        *(F.pad(column, (0, 0) * (column.dim() - 1) + (0, missing)) for column in scores[:3])
     )
 
 
-def take_first_rows(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
+def first_rows_of(scores: LogprobsTensors, num_rows: int) -> LogprobsTensors:
     """Returns the first `num_rows` rows of the scores."""
-    return LogprobsTensors(
-        scores.logprob_token_ids[:num_rows],
-        scores.logprobs[:num_rows],
-        scores.selected_token_ranks[:num_rows],
-    )
+    return LogprobsTensors(*(column[:num_rows] for column in scores[:3]))
 
 
 def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
     """Returns the scores of consecutive tiles of rows as one."""
     if len(tiles) == 1:
         return tiles[0]
-    return LogprobsTensors(
-        torch.cat([tile.logprob_token_ids for tile in tiles]),
-        torch.cat([tile.logprobs for tile in tiles]),
-        torch.cat([tile.selected_token_ranks for tile in tiles]),
-    )
+    columns = zip(*(tile[:3] for tile in tiles), strict=True)
+    return LogprobsTensors(*(torch.cat(column) for column in columns))
 
 
 def join_requests(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
-    """Returns the scores of all requests as one. Those of batch request i begin at row
+    """Returns the scores of all requests as one. The scores of batch request i begin at row
     `first_rows[i]`.
 
     Narrower parts are padded with token 0 at -inf, which vLLM's output processor never reports.

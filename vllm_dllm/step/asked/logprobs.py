@@ -12,11 +12,11 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.step.asked.logprob_tensors import (
     LogprobRequest,
     Placements,
+    first_rows_of,
     join_requests,
     join_tiles,
     pad_rows,
     select_scores,
-    take_first_rows,
     token_logprobs,
     with_reveal_step,
 )
@@ -77,12 +77,12 @@ class StepLogprobs:
 
     def any_in(self, batch: CanvasBatch) -> bool:
         """Returns whether any request of the batch asks for log-probabilities."""
-        return not self._requests.keys().isdisjoint(batch.slots_np.tolist())
+        return batch.any_in(self._requests.keys())
 
     def needs_placements(self, batch: CanvasBatch) -> bool:
         """Returns whether `report` needs `placements`: a request asks for scores of the step that
         placed a token."""
-        return not self._when_placed.isdisjoint(batch.slots_np.tolist())
+        return batch.any_in(self._when_placed)
 
     def keep_first_scores(
         self,
@@ -94,7 +94,7 @@ class StepLogprobs:
     ) -> None:
         """Keeps the scores of the first token of each canvas, which is sampled before the canvas'
         first step. Skips requests that do not ask for scores of the step that placed a token."""
-        for i, slot in enumerate(batch.slots_np.tolist()):
+        for i, slot in enumerate(batch.slots_list):
             if slot not in self._when_placed:
                 continue
             scores = self._score_tokens(
@@ -152,7 +152,7 @@ class StepLogprobs:
     ) -> None:
         """Overwrites the first row of each seeded canvas in `logits` with the logits kept for its
         slot. Canvases whose requests ask for no log-probabilities stay."""
-        for i, slot in enumerate(batch.slots_np.tolist()):
+        for i, slot in enumerate(batch.slots_list):
             if (seed := self._seeds.get(slot)) is not None:
                 first = batch.rows_of(i).start
                 logits[first] = torch.where(are_seeded[i], seed, logits[first])
@@ -167,7 +167,7 @@ class StepLogprobs:
         """Moves the logits of verified drafts on by one row, in place, because their rows predict
         the tokens behind them. The first row gets the kept logits. The logits of the last accepted
         row are kept: the next canvas' first token is drawn from them."""
-        for i, slot in enumerate(batch.slots_np.tolist()):
+        for i, slot in enumerate(batch.slots_list):
             if (seed := self._seeds.get(slot)) is not None:
                 own = logits.all_rows(in_process=self.reports_processed)[batch.rows_of(i)]
                 (last,) = own.index_select(0, num_accepted[i : i + 1] - 1)
@@ -200,7 +200,7 @@ class StepLogprobs:
         for i, (request, slot, length) in enumerate(
             zip(
                 batch.requests_np.tolist(),
-                batch.slots_np.tolist(),
+                batch.slots_list,
                 batch.lengths_np.tolist(),
                 strict=True,
             )
@@ -225,12 +225,12 @@ class StepLogprobs:
                 current = with_reveal_step(placements.steps[i], current)
                 if before is not None:
                     positions = placements.positions[i, :length]
-                    current = select_scores(positions, current, take_first_rows(before, length))
+                    current = select_scores(positions, current, first_rows_of(before, length))
             reported = current
             if not (read_only or follows):
                 latest = pad_rows(current, batch.canvas_length)
                 if before is not None:
-                    reported = select_scores(at_once[i], current, take_first_rows(before, length))
+                    reported = select_scores(at_once[i], current, first_rows_of(before, length))
                     # The host does not know whether the step was taken back.
                     latest = latest if cut is None else select_scores(cut[i], before, latest)
                 self._latest[slot] = latest

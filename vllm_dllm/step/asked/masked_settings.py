@@ -132,7 +132,7 @@ class MaskedSlotSettings:
     def are_scaled(self, batch: CanvasBatch) -> bool:
         """Returns whether temperature, top_k, top_p or min_p change any logits of the batch. At
         temperature 0 vLLM drops them all."""
-        return any(not one.is_greedy for one in self._asked(batch.slots_np.tolist()))
+        return any(not one.is_greedy for one in self._asked(batch.slots_list))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
         """Returns [n] bool: whether the drafts of the slots [n] are verified, see `verified_step`
@@ -142,7 +142,7 @@ class MaskedSlotSettings:
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
         """Returns the settings of a step's canvases. Consecutive steps of the same slots get the
         same object."""
-        slots = batch.slots_np.tolist()
+        slots = batch.slots_list
         if self._latest is None or self._latest[0] != slots:
             self._latest = slots, self._gather(batch, self._asked(slots))
         return self._latest[1]

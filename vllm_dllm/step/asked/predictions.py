@@ -107,17 +107,14 @@ class Predictions:
 
     def any_in(self, batch: CanvasBatch) -> bool:
         """Returns whether any request of the batch has a prediction."""
-        return not self._predicted.isdisjoint(batch.slots_np.tolist())
+        return batch.any_in(self._predicted)
 
     def find_predicted(self, batch: CanvasBatch) -> Predicted | None:
         """Returns the canvases whose requests have a prediction. Returns None if no request has
         one."""
         if not self.any_in(batch):
             return None
-        rows = np.array(
-            [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._predicted],
-            dtype=np.int64,
-        )
+        rows = np.array(batch.canvases_in(self._predicted), dtype=np.int64)
         slots, device = batch.slots_np[rows].astype(np.int64), self._tokens.device
         return Predicted(
             async_tensor_h2d(rows, device=device), async_tensor_h2d(slots, device=device)
@@ -155,16 +152,13 @@ class Predictions:
         if valid is not None:
             own = torch.where(valid[rows], own, NO_TOKEN - 1)
         position = self._position[slots]
-        before, after = (
-            next_places(position, own.shape[1]),
-            realign_block(self._tokens[slots], position, own),
-        )
+        before = next_places(position, own.shape[1])
+        after = realign_block(self._tokens[slots], position, own)
         repeats = own == self._slots.canvas[slots]
         moves = (after != before) & (repeats | ~accepted[rows]) & may_move[rows, None]
         moved = self._expected_at(slots, after)
-        return Expected(*(one.masked_fill(~moves, NO_TOKEN) for one in moved)).spread_to_rows(
-            rows, len(guess)
-        )
+        moved = Expected(*(tokens.masked_fill(~moves, NO_TOKEN) for tokens in moved))
+        return moved.spread_to_rows(rows, len(guess))
 
     def _expected(self, idx: Index) -> Expected:
         """Returns what is expected of the next block of the slots `idx` [k], fields [k, C]."""

@@ -10,7 +10,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.config.extension import LoadStage
-from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
@@ -191,13 +190,13 @@ class SlotSettings:
         """Returns whether any request of the batch reveals its best guesses permanently."""
         if not self._own:
             return False
-        own = (self._own.get(slot) for slot in batch.slots_np.tolist())
+        own = (self._own.get(slot) for slot in batch.slots_list)
         return any(settings is not None and settings.reveals for settings in own)
 
     def for_batch(self, batch: CanvasBatch) -> StepSettings:
         """Returns the settings of a step's canvases, with the thresholds of the load stages that
         apply. Settings that no request of the batch uses are None."""
-        own = [self._own[slot] for slot in batch.slots_np.tolist() if slot in self._own]
+        own = [self._own[slot] for slot in batch.slots_list if slot in self._own]
         if not own:
             return self._defaults_for_all
         columns = dict(
@@ -223,18 +222,6 @@ class SlotSettings:
             reveal = RevealSettings(columns["reveals"] > 0, columns["reveal_threshold"], least)
             found = found._replace(reveal=reveal)
         return found
-
-
-def reveal_rule(
-    settings: StepSettings,
-    revealed: torch.Tensor,  # [n, C] bool
-    tokens: torch.Tensor,  # [n, C] int64, last best guesses, which revealed positions keep
-) -> Reveal | None:
-    """Returns which canvases reveal best guesses permanently, and by which rule. Returns None if no
-    canvas does."""
-    if settings.reveal is None:
-        return None
-    return Reveal(*settings.reveal, revealed, tokens)
 
 
 def write_rows_(

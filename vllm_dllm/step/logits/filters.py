@@ -82,10 +82,8 @@ class DeviceRuleTokens(NamedTuple):
         """Returns `LogitRules.excluded`, [V] bool. Returns None if no token is excluded."""
         if not (len(self.allowed) or len(self.never)):
             return None
-        leaves_others_out = len(self.allowed) > 0
-        excluded = torch.full(
-            (vocab_size,), leaves_others_out, dtype=torch.bool, device=self.allowed.device
-        )
+        excludes_others, device = len(self.allowed) > 0, self.allowed.device
+        excluded = torch.full((vocab_size,), excludes_others, dtype=torch.bool, device=device)
         return excluded.index_fill_(0, self.allowed, False).index_fill_(0, self.never, True)
 
 
@@ -197,18 +195,13 @@ class LogitFilters:
 
     def canvases_with_rules(self, batch: CanvasBatch) -> list[int]:
         """Returns the indices of canvases whose requests have rules, see `rules_of_canvas`."""
-        if not self._rules:
-            return []
-        return [i for i, slot in enumerate(batch.slots_np.tolist()) if slot in self._rules]
+        return batch.canvases_in(self._rules) if self._rules else []
 
     def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
         """Returns the indices of canvases whose requests have rules or truncate logits, which needs
         all logits of a row at once."""
-        if not self._rules and not self._truncated:
-            return []
-        slots = batch.slots_np.tolist()
-        asks = self._rules.keys() | self._truncated
-        return [i for i, slot in enumerate(slots) if slot in asks]
+        slots = self._rules.keys() | self._truncated
+        return batch.canvases_in(slots) if slots else []
 
     def rules_of_request(self, i: int, batch: CanvasBatch) -> LogitRules:
         """Returns the rules of canvas i's request; without effect if it has none."""
@@ -237,7 +230,7 @@ class LogitFilters:
     ) -> torch.Tensor:
         """Returns `scaled` with the logits of tokens that min_p, top_k and top_p leave out set to
         `TRUNCATED_LOGIT`. May change `scaled` in place."""
-        if self._truncated.isdisjoint(batch.slots_np.tolist()):
+        if not batch.any_in(self._truncated):
             return scaled
         states, slots = self.sampling_states, batch.expand_to_rows(batch.slots)[rows]
         if states.min_p.np[batch.slots_np].any():
@@ -252,13 +245,12 @@ class LogitFilters:
         emitted: torch.Tensor,  # [n] int, tokens
     ) -> None:
         """Adds emitted tokens to the counts of requests with penalties, in place."""
-        for i, slot in enumerate(batch.slots_np.tolist()):
-            rules = self._rules.get(slot)
-            if rules is not None and rules.penalties is not None:
+        for i in self.canvases_with_rules(batch):
+            penalties = self.rules_of_request(i, batch).penalties
+            if penalties is not None:
                 block = blocks[i, : batch.lengths_np[i]].long()
-                rules.penalties.count_tokens_(
-                    block, _positions(len(block), self.device) < emitted[i]
-                )
+                is_emitted = _positions(len(block), self.device) < emitted[i]
+                penalties.count_tokens_(block, is_emitted)
 
     def write_emitted_tokens(
         self,
@@ -271,7 +263,7 @@ class LogitFilters:
         place. The runner writes them later, but rules applied in this step look back at them."""
         for i in self.canvases_with_rules(batch):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
-            if self._rules[slot].bad_words:
+            if self.rules_of_request(i, batch).bad_words:
                 tokens = self.req_states.all_token_ids.gpu[slot]
                 positions = starts[i] + _positions(length, self.device)
                 positions = positions.clamp(max=len(tokens) - 1)  # of a canvas that is cut

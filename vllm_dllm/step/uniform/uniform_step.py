@@ -16,8 +16,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step, temperature
-from vllm_dllm.step.asked.grammars import Legal
-from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings, reveal_rule
+from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, StepInputs, StepResult
 from vllm_dllm.step.canvas_step import CanvasStep
@@ -208,14 +207,25 @@ class UniformStep(CanvasStep):
         batch, numbers, settings = inputs.batch, inputs.numbers, inputs.settings
         last_guess = inputs.tokens.best_guess
         assert isinstance(settings, StepSettings)
-        slots, idx = self.slots, batch.slot_index
         # Revealed tokens are the last best guesses; the canvas may hold a pin there.
-        reveal = reveal_rule(settings, slots.revealed[idx], last_guess)
-        kept = None if reveal is None else torch.where(reveal.kept, reveal.tokens, NO_TOKEN)
+        reveal = kept = None
+        if settings.reveal is not None:
+            reveal = Reveal(*settings.reveal, self.slots.revealed[batch.slot_index], last_guess)
+            kept = torch.where(reveal.kept, reveal.tokens, NO_TOKEN)
         logits = self._wrap_logits(source, RuleContext(batch, inputs.starts, last_guess, kept))
         step_temperature, drawn = self._draw_noise(inputs, settings)
         row_temperature = batch.expand_to_rows(step_temperature)[:, None]
-        legal = self._find_legal_paths(inputs, logits, row_temperature, reveal)
+        legal, grammars = None, self.requests.grammars
+        if grammars.any_in(batch):
+            legal = grammars.find_legal_paths(
+                batch,
+                inputs.starts,
+                inputs.skips_grammars,
+                numbers.steps_done,
+                logits,
+                row_temperature,
+                revealing=reveal,
+            )
         by_row, soft_rows = logits.read(row_temperature, batch.flatten(drawn.candidate))
         stats = RowStats(*(batch.unflatten(column) for column in by_row))
         if legal is not None:
@@ -277,24 +287,3 @@ class UniformStep(CanvasStep):
         """Returns the canvases' logits: whole, or streamed by tiles if the model does that."""
         kind = StreamedLogits if self.model.streams_vocabulary else WholeLogits
         return kind(source, context, self.logit_tools)
-
-    def _find_legal_paths(
-        self,
-        inputs: StepInputs,
-        logits: CanvasLogits,
-        row_temperature: torch.Tensor,  # [rows, 1] fp32
-        reveal: Reveal | None,
-    ) -> Legal | None:
-        """Returns the legal paths of canvases with a grammar; None if no request has a grammar."""
-        grammars = self.requests.grammars
-        if not grammars.any_in(inputs.batch):
-            return None
-        return grammars.find_legal_paths(
-            inputs.batch,
-            inputs.starts,
-            inputs.skips_grammars,
-            inputs.numbers.steps_done,
-            logits,
-            row_temperature,
-            reveal,
-        )

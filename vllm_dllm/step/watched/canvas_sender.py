@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,9 @@ import torch
 import zmq
 
 from vllm_dllm.config.canvas_feeds import pack_canvases, pack_end
+
+QUEUE_STEPS = 64  # steps that may wait for the thread; the oldest one makes room
+SOCKET_MESSAGES = 64  # messages that may wait in a socket
 
 
 class StepCanvases(NamedTuple):
@@ -50,51 +52,6 @@ class StepCanvases(NamedTuple):
         return copies, event.synchronize
 
 
-@dataclass(frozen=True)
-class CanvasRecord:
-    """One denoise step of one canvas; lists have one entry per canvas position."""
-
-    step: int  # from 1
-    tokens: list[int]  # best guesses
-    accepted: list[int]  # 0 or 1
-    next_canvas: list[int]  # tokens that the next step reads
-    entropy_nats: list[float]
-    temperature: float
-    start: int  # absolute position of the first token
-    finished: bool
-
-    @property
-    def mean_entropy(self) -> float:
-        """Returns the mean entropy of the canvas' positions, in nats."""
-        return sum(self.entropy_nats) / len(self.entropy_nats)
-
-
-def read_records(canvases: StepCanvases, lengths: list[int]) -> list[CanvasRecord | None]:
-    """Returns a record of each canvas, from tensors that are on the host; None for canvases that
-    the step did not denoise. `lengths`: positions of each canvas."""
-    columns = [column.int().tolist() for column in canvases[:3]]
-    entropy = canvases.entropy_nats.tolist()
-    step, temperature, start = (column.tolist() for column in canvases[4:7])
-    finished = canvases.finished.tolist()
-    records: list[CanvasRecord | None] = []
-    for i, denoises in enumerate(canvases.denoises.tolist()):
-        if not denoises:
-            records.append(None)
-            continue
-        tokens, accepted, next_canvas = (column[i][: lengths[i]] for column in columns)
-        records.append(
-            CanvasRecord(
-                *(step[i], tokens, accepted, next_canvas, entropy[i][: lengths[i]]),
-                *(temperature[i], start[i], finished[i]),
-            )
-        )
-    return records
-
-
-QUEUE_STEPS = 64  # steps that may wait for the thread; the oldest one makes room
-SOCKET_MESSAGES = 64  # messages that may wait in a socket
-
-
 class Watcher(NamedTuple):
     """Where the canvases of a watched request are sent, and how its blocks are counted."""
 
@@ -117,8 +74,8 @@ class CanvasSender:
     """Sends canvases from a thread, which it starts, over one socket to each API process."""
 
     def __init__(self) -> None:
-        self._steps: deque[QueuedStep | Watcher] = deque(maxlen=QUEUE_STEPS)
-        self._has_steps = threading.Event()
+        self._queue: deque[QueuedStep | Watcher] = deque(maxlen=QUEUE_STEPS)
+        self._has_entries = threading.Event()
         self._context = zmq.Context()
         self._sockets: dict[Path, zmq.Socket[bytes]] = {}
         threading.Thread(target=self._run, daemon=True, name="CanvasSender").start()
@@ -126,30 +83,30 @@ class CanvasSender:
     def send_step(self, step: QueuedStep) -> None:
         """Queues a step's canvases for the thread. Never waits; a full queue drops its oldest
         entry."""
-        self._steps.append(step)
-        self._has_steps.set()
+        self._queue.append(step)
+        self._has_entries.set()
 
     def send_end(self, watcher: Watcher) -> None:
         """Queues the message that a request's canvases have ended. More may follow if it was
         preempted. Never waits."""
-        self._steps.append(watcher)
-        self._has_steps.set()
+        self._queue.append(watcher)
+        self._has_entries.set()
 
     def _run(self) -> None:
         """Sends what is queued, in order, for as long as the process lives. Waits for each step's
         copy."""
         while True:
-            self._has_steps.wait()
-            self._has_steps.clear()
-            while self._steps:
-                step = self._steps.popleft()
-                if isinstance(step, Watcher):
-                    self._push(step.socket, pack_end(step.topic))
-                    continue
-                step.wait()
-                self._send(step)
+            self._has_entries.wait()
+            self._has_entries.clear()
+            while self._queue:
+                entry = self._queue.popleft()
+                if isinstance(entry, Watcher):
+                    self._send_message(entry.socket, pack_end(entry.topic))
+                else:
+                    entry.wait()
+                    self._send_canvases(entry)
 
-    def _send(self, step: QueuedStep) -> None:
+    def _send_canvases(self, step: QueuedStep) -> None:
         """Sends a step's canvases: one message to each API process, whatever its number of
         clients."""
         shown, watchers = step.canvases, step.watchers
@@ -171,15 +128,15 @@ class CanvasSender:
                 rows.setdefault(watchers[i].socket, []).append(i)
         for path, index in rows.items():
             topics = [watchers[i].topic for i in index]
-            some = arrays if len(index) == len(watchers) else [array[index] for array in arrays]
-            self._push(path, pack_canvases(topics, *some))
+            own = arrays if len(index) == len(watchers) else [array[index] for array in arrays]
+            self._send_message(path, pack_canvases(topics, *own))
 
-    def _push(self, path: Path, message: bytes) -> None:
+    def _send_message(self, path: Path, message: bytes) -> None:
         """Sends a message to the API process at `path`, or drops it if the socket is full."""
         with contextlib.suppress(zmq.Again):
-            self._socket(path).send(message, zmq.NOBLOCK)
+            self._connect(path).send(message, zmq.NOBLOCK)
 
-    def _socket(self, path: Path) -> "zmq.Socket[bytes]":
+    def _connect(self, path: Path) -> "zmq.Socket[bytes]":
         """Returns the socket to the API process at `path`, which it connects at the first use."""
         socket = self._sockets.get(path)
         if socket is None:

@@ -5,6 +5,7 @@ A step that nobody watches copies and computes nothing.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +16,7 @@ from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.watched.canvas_sender import (
-    CanvasRecord,
-    CanvasSender,
-    QueuedStep,
-    StepCanvases,
-    Watcher,
-    read_records,
-)
+from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, StepCanvases, Watcher
 
 logger = init_logger(__name__)
 
@@ -68,20 +62,18 @@ class CanvasObservers:
     def are_watching(self, batch: CanvasBatch) -> bool:
         """Returns whether anybody watches this step's canvases."""
         return self.trace is not None or (
-            bool(self._watchers) and not self._watchers.keys().isdisjoint(batch.slots_np.tolist())
+            bool(self._watchers) and batch.any_in(self._watchers.keys())
         )
 
     def show_step(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
         """Writes a step's canvases to the trace, and queues those of watched requests. Waits for
         the device only if there is a trace. `request_ids`: those of the whole batch."""
-        slots, lengths = batch.slots_np.tolist(), batch.lengths_np.tolist()
+        lengths = batch.lengths_np.tolist()
         if self.trace is not None:
             host, wait = canvases.copy_to_host()
             wait()
-            for record, request in zip(read_records(host, lengths), batch.requests_np, strict=True):
-                if record is not None:
-                    self.trace.write(request_ids[int(request)], record)
-        watched = [i for i, slot in enumerate(slots) if slot in self._watchers]
+            self.trace.write_step(host, lengths, [request_ids[i] for i in batch.requests_np])
+        watched = batch.canvases_in(self._watchers)
         if self._sender is None or not watched:
             return
         index = async_tensor_h2d(np.array(watched, dtype=np.int64), device=self._device)
@@ -89,7 +81,7 @@ class CanvasObservers:
             QueuedStep(
                 *canvases.select(index).copy_to_host(),
                 [lengths[i] for i in watched],
-                [self._watchers[slots[i]] for i in watched],
+                [self._watchers[batch.slots_list[i]] for i in watched],
             )
         )
 
@@ -110,18 +102,32 @@ class CanvasTrace:
         self._file = LineFile(Path(path))
         self._has_warned = False
 
-    def write(self, request_id: str, record: CanvasRecord) -> None:
-        """Appends the line of one denoise step. If the disk does not take it, drops it, and logs a
-        warning the first time."""
-        line = {
-            "request_id": request_id,
-            "step": record.step,
-            "tokens": record.tokens,
-            "accepted": record.accepted,
-            "canvas": record.next_canvas,
-            "entropy": record.mean_entropy,
-            "finished": record.finished,
-        }
+    def write_step(
+        self,
+        canvases: StepCanvases,  # on the host
+        lengths: list[int],  # positions of each canvas
+        request_ids: list[str],  # of each canvas
+    ) -> None:
+        """Appends a line for each canvas that the step denoised."""
+        for i, (request_id, length) in enumerate(zip(request_ids, lengths, strict=True)):
+            if not canvases.denoises[i]:
+                continue
+            nats = canvases.entropy_nats[i, :length].tolist()
+            self._append_line(
+                {
+                    "request_id": request_id,
+                    "step": int(canvases.step[i]),
+                    "tokens": canvases.tokens[i, :length].tolist(),
+                    "accepted": canvases.accepted[i, :length].int().tolist(),
+                    "canvas": canvases.next_canvas[i, :length].tolist(),
+                    "entropy": sum(nats) / length,
+                    "finished": bool(canvases.finished[i]),
+                }
+            )
+
+    def _append_line(self, line: dict[str, Any]) -> None:
+        """Appends a line of JSON. If the disk does not take it, drops it, and logs a warning the
+        first time."""
         try:
             self._file.append(json.dumps(line).encode() + b"\n")
         except OSError as error:
