@@ -75,8 +75,8 @@ class Settling:
         return is_read_only | ~is_last if self.requests.joins_commits else is_read_only
 
     def write_slots(self, inputs: StepInputs, denoised: Denoised, settled: Settled) -> torch.Tensor:
-        """Writes to the slots what the next step reads, and changes tensors of `denoised` in place.
-        Returns the canvases [n, C] int64 as the next denoise step would read them."""
+        """Writes to the slots what the next step reads. Overwrites `next_canvas` and `soft_rows` of
+        `denoised`. Returns the canvases [n, C] int64 as the next denoise step would read them."""
         slots, batch, outcome = self.slots, inputs.batch, denoised.outcome
         idx, finished, ended = batch.slot_index, settled.finished[:, None], settled.ends[:, None]
         drops_soft = ended  # a canvas starts with none

@@ -37,7 +37,7 @@ def test_thresholds_follow_the_load(num_canvases: int) -> None:
         torch.tensor([own[0] for own, _ in rows]),
         torch.tensor([float(own[1]) for own, _ in rows]),
     )
-    if reached := load.reached(num_canvases):
+    if reached := load.num_stages_at(num_canvases):
         rules = load.loosen(rules, torch.tensor([allowed for _, allowed in rows]), reached)
     want = [expected(num_canvases, own, allowed) for own, allowed in rows]
     torch.testing.assert_close(
@@ -50,7 +50,7 @@ def test_thresholds_follow_the_load(num_canvases: int) -> None:
 
 
 def test_without_stages_none_is_reached() -> None:
-    assert LoadStages((), torch.device("cpu")).reached(10**6) == 0
+    assert LoadStages((), torch.device("cpu")).num_stages_at(10**6) == 0
 
 
 C, BLOCK = 4, [21, 22, 23, 24]

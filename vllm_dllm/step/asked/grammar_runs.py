@@ -68,7 +68,7 @@ class GrammarRuns(CanvasGrammars):
         return GrammarReveal(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
 
     def _reveal_in_canvas(
-        self, slot: int, begin: int, length: int, judge: ChooseCandidate, rule: RunRule
+        self, slot: int, begin: int, length: int, choose: ChooseCandidate, rule: RunRule
     ) -> "_Run | None":
         """Returns the run that this step reveals in the slot's canvas, and moves the answer on by
         it. The canvas begins at absolute position `begin` and has `length` rows. Returns None if
@@ -77,7 +77,7 @@ class GrammarRuns(CanvasGrammars):
         if answer is None or answer.position >= answer.end:
             return None
         first = answer.position - begin
-        tokens = self._reveal_run(slot, answer, judge, first, length, rule)
+        tokens = self._reveal_run(slot, choose, first, length, rule)
         if tokens is None:
             return None
         # Nobody reads what is behind the end; a request that wants it gets what the model likes.
@@ -85,20 +85,16 @@ class GrammarRuns(CanvasGrammars):
         return _Run(first, tokens, ended or answer.position == answer.end)
 
     def _reveal_run(
-        self,
-        slot: int,
-        answer: Answer,
-        judge: ChooseCandidate,
-        first: int,
-        length: int,
-        rule: RunRule,
+        self, slot: int, choose: ChooseCandidate, first: int, length: int, rule: RunRule
     ) -> list[int] | None:
-        """Returns the legal tokens to reveal from row `first` on, and moves the answer on by them.
-        Returns None if there is no legal path; the grammar is then given up."""
+        """Returns the legal tokens to reveal from row `first` of `length` rows on, and moves the
+        slot's answer on by them. Returns None if there is no legal path; the grammar is then given
+        up."""
+        answer = self._answers[slot]
         num_tokens = answer.end - answer.position
         try:
             run = reveal_run(
-                answer.state, judge, first, length, num_tokens, rule, answer.stop_token
+                answer.state, choose, first, length, num_tokens, rule, answer.stop_token
             )
         except StuckError as error:
             self._give_up(slot, str(error))
@@ -125,25 +121,38 @@ class GrammarRuns(CanvasGrammars):
         chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
         on_host = torch.cat((starts[:, None], are_verified.long()[:, None], canvas), dim=1).tolist()
         for i, (start, is_verified, *drafted) in enumerate(on_host):
-            slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
-            if slot not in self._answers or not is_verified:
-                continue
-            answer = self._update_answer(slot, start + lead)
-            first = 0 if answer is None else answer.position - start - lead
-            drafted += [_NONE]  # behind the last row
-            for row in range(first, length):
-                if answer is None or answer.state.has_ended or answer.position >= answer.end:
-                    break
-                if lead:  # each token is emitted: a preempted request's canvas begins here again
-                    answer.canvas = answer.current_mark
-                run = self._reveal_run(slot, answer, draws.legal_in_canvas(i), row, row + 1, _ONE)
-                if run is None:
-                    break
-                (chosen[i, row],) = run
-                if run[0] != drafted[row + lead]:
-                    break
+            slot = batch.slots_list[i]
+            if slot in self._answers and is_verified:
+                drafted = [*drafted, _NONE][lead : lead + int(batch.lengths_np[i])]
+                choose = draws.legal_in_canvas(i)
+                first, verified = self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
+                chosen[i, first : first + len(verified)] = verified
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)
+
+    def _verify_draft(
+        self, slot: int, begin: int, drafted: list[int], choose: ChooseCandidate, emits: bool
+    ) -> tuple[int, list[int]]:
+        """Returns the first row of the slot's draft that its answer has not reached, and the legal
+        tokens from there on, up to and including the first that differs from the drafted one. Moves
+        the answer on by them. There are fewer if the answer ends or its grammar is given up.
+
+        `begin`: the absolute position of the first drafted token. `emits`: whether each token is
+        emitted now, so that the canvas of a preempted request begins anew behind them.
+        """
+        answer = self._update_answer(slot, begin)
+        first = 0 if answer is None else answer.position - begin
+        verified: list[int] = []
+        for row, draft in enumerate(drafted[first:], first):
+            if answer is None or answer.state.has_ended or answer.position >= answer.end:
+                break
+            if emits:
+                answer.canvas = answer.current_mark
+            run = self._reveal_run(slot, choose, row, row + 1, _ONE)
+            verified += run or ()
+            if run != [draft]:
+                break
+        return first, verified
 
     def legal_drafts(
         self,
@@ -160,7 +169,7 @@ class GrammarRuns(CanvasGrammars):
         chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
         on_host = torch.stack((starts, are_drafted.long()), dim=1).tolist()
         for i, (start, is_drafted) in enumerate(on_host):
-            slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
+            slot, length = batch.slots_list[i], int(batch.lengths_np[i])
             if slot not in self._answers or not is_drafted:
                 continue
             answer = self._update_answer(slot, start)
@@ -196,9 +205,8 @@ class GrammarRuns(CanvasGrammars):
             answer = self._update_answer(slot, start)
             if answer is None or answer.position >= answer.end:
                 continue
-            if (
-                run := self._reveal_run(slot, answer, draws.legal_in_canvas(i), 0, 1, _ONE)
-            ) is not None:
+            run = self._reveal_run(slot, draws.legal_in_canvas(i), 0, 1, _ONE)
+            if run is not None:
                 (chosen[i],) = run
         legal = self._to_device(chosen)
         return torch.where(legal == _NONE, tokens, legal)

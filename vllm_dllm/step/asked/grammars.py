@@ -216,11 +216,10 @@ class CanvasGrammars:
             is_held |= revealing.is_chosen
         on_host = torch.stack((starts, skipped.long(), is_held.long())).tolist()
         for i in mine:
-            slot = int(batch.slots_np[i])
-            begin, is_skipped, holds = int(on_host[0][i]), bool(on_host[1][i]), on_host[2][i]
+            begin, is_skipped, holds = (column[i] for column in on_host)
             path = None
             if not is_skipped:
-                path = self._find_path(i, slot, begin, batch, logits, row_temperature, revealing)
+                path = self._find_path(i, begin, batch, logits, row_temperature, revealing)
             if path is not None:
                 guess[i, : len(path.tokens)] = path.tokens
                 logprob[i, : len(path.tokens)] = path.logprobs
@@ -230,7 +229,7 @@ class CanvasGrammars:
                     rows = sorted(path.masks)
                     words = np.stack([path.masks[row] for row in rows])
                     logits.exclude(i, RowMasks(np.array(rows), words))
-            if (answer := self._answers.get(slot)) is not None:
+            if (answer := self._answers.get(batch.slots_list[i])) is not None:
                 next_forced = answer.next_forced[:C]
                 following[i, : len(next_forced)] = next_forced
         tokens = self._to_device(np.stack((guess, following)))
@@ -243,8 +242,7 @@ class CanvasGrammars:
     def _find_path(
         self,
         i: int,
-        slot: int,
-        begin: int,
+        begin: int,  # absolute position of the canvas' first token
         batch: CanvasBatch,
         logits: CanvasLogits,
         row_temperature: torch.Tensor,
@@ -253,15 +251,15 @@ class CanvasGrammars:
         """Returns the legal path of canvas i, and keeps the tokens that it forces on the next
         canvas. Returns None if the grammar has ended or is given up, or if no position of the
         canvas belongs to the answer. Waits for the device."""
-        answer = self._update_answer(slot, begin)
-        length = int(batch.lengths_np[i])
-        if answer is None:
+        slot = batch.slots_list[i]
+        if (answer := self._update_answer(slot, begin)) is None:
             return None
-        num_tokens = length if answer.end == EVERY_BLOCK else answer.end - begin
+        num_tokens = answer.end - begin
+        if answer.end == EVERY_BLOCK:
+            num_tokens = int(batch.lengths_np[i])
         if num_tokens <= 0:
             return None
-        temperature = row_temperature[batch.rows_of(i)]
-        rows = read_canvas_rows(logits, i, temperature, revealing)
+        rows = read_canvas_rows(logits, i, row_temperature[batch.rows_of(i)], revealing)
         try:
             found = constrain_canvas(answer.state, rows, num_tokens, answer.stop_token)
         except StuckError as error:

@@ -195,46 +195,48 @@ class StepLogprobs:
         if not self.any_in(batch):
             return None
         parts: list[LogprobsTensors] = []
-        first_rows = [0] * num_reqs
-        num_rows, end = 0, 0
-        for i, (request, slot, length) in enumerate(
-            zip(
-                batch.requests_np.tolist(),
-                batch.slots_list,
-                batch.lengths_np.tolist(),
-                strict=True,
-            )
-        ):
-            end += length
-            if slot not in self._requests:
-                continue
-            read_only = slot in self._read_only
+        first_rows, num_rows = [0] * num_reqs, 0
+        for i in batch.canvases_in(self._requests):
+            rows, slot = batch.rows_of(i), batch.slots_list[i]
+            length = rows.stop - rows.start
             # A read-only request asks what the model thinks, not what the schedule makes of it.
-            scale = None if read_only else row_temperature[end - length : end]
-            current = self._score_tokens(logits, i, slot, scale, best_guess[i, :length])
-            follows = are_drafts is not None and bool(are_drafts[i])
-            if follows and length < batch.canvas_length:
+            scale = None if slot in self._read_only else row_temperature[rows]
+            scores = self._score_tokens(logits, i, slot, scale, best_guess[i, :length])
+            is_draft = are_drafts is not None and bool(are_drafts[i])
+            if is_draft and length < batch.canvas_length:
                 # What is drawn behind the last row may be emitted with it.
                 wanted, seed = self._requests[slot], self._seeds[slot][None]
-                behind, scale = best_guess[i, length : length + 1], row_temperature[end - 1 : end]
-                scores = token_logprobs(seed, scale, behind, wanted, self.reports_logits)
-                current = join_tiles([current, scores])
-            before = self._latest.get(slot)
+                behind, scale = best_guess[i, length : length + 1], row_temperature[rows][-1:]
+                of_next = token_logprobs(seed, scale, behind, wanted, self.reports_logits)
+                scores = join_tiles([scores, of_next])
             if slot in self._when_placed:
                 assert placements is not None, "needs_placements says so"
-                current = with_reveal_step(placements.steps[i], current)
-                if before is not None:
+                scores = with_reveal_step(placements.steps[i], scores)
+                if (before := self._latest.get(slot)) is not None:
                     positions = placements.positions[i, :length]
-                    current = select_scores(positions, current, first_rows_of(before, length))
-            reported = current
-            if not (read_only or follows):
-                latest = pad_rows(current, batch.canvas_length)
-                if before is not None:
-                    reported = select_scores(at_once[i], current, first_rows_of(before, length))
-                    # The host does not know whether the step was taken back.
-                    latest = latest if cut is None else select_scores(cut[i], before, latest)
-                self._latest[slot] = latest
-            first_rows[request] = num_rows
-            num_rows += len(reported.logprobs)
-            parts.append(reported)
-        return join_requests(parts, first_rows) if parts else None
+                    scores = select_scores(positions, scores, first_rows_of(before, length))
+            if not (slot in self._read_only or is_draft):
+                is_cut = None if cut is None else cut[i]
+                scores = self._keep_latest(slot, scores, at_once[i], is_cut, batch.canvas_length)
+            first_rows[int(batch.requests_np[i])] = num_rows
+            num_rows += len(scores.logprobs)
+            parts.append(scores)
+        return join_requests(parts, first_rows)
+
+    def _keep_latest(
+        self,
+        slot: int,
+        scores: LogprobsTensors,  # of this step, [L rows]
+        at_once: torch.Tensor,  # [] bool, whether this step's logits decided the block
+        is_cut: torch.Tensor | None,  # [] bool, whether the step is taken back; None: it is not
+        canvas_length: int,
+    ) -> LogprobsTensors:
+        """Keeps the scores for the next step, unless this one is taken back. Returns those of the
+        step that decided the block [L rows]: this step's, or else what was kept before."""
+        before, latest = self._latest.get(slot), pad_rows(scores, canvas_length)
+        if before is not None:
+            scores = select_scores(at_once, scores, first_rows_of(before, len(scores.logprobs)))
+            # The host does not know whether the step was taken back.
+            latest = latest if is_cut is None else select_scores(is_cut, before, latest)
+        self._latest[slot] = latest
+        return scores

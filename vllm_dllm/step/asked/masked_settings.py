@@ -132,7 +132,7 @@ class MaskedSlotSettings:
     def are_scaled(self, batch: CanvasBatch) -> bool:
         """Returns whether temperature, top_k, top_p or min_p change any logits of the batch. At
         temperature 0 vLLM drops them all."""
-        return any(not one.is_greedy for one in self._asked(batch.slots_list))
+        return any(not one.is_greedy for one in self._known_settings(batch.slots_list))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
         """Returns [n] bool: whether the drafts of the slots [n] are verified, see `verified_step`
@@ -144,24 +144,24 @@ class MaskedSlotSettings:
         same object."""
         slots = batch.slots_list
         if self._latest is None or self._latest[0] != slots:
-            self._latest = slots, self._gather(batch, self._asked(slots))
+            self._latest = slots, self._read_table(batch, self._known_settings(slots))
         return self._latest[1]
 
-    def _asked(self, slots: list[int]) -> list[_Settings]:
+    def _known_settings(self, slots: list[int]) -> list[_Settings]:
         """Returns the settings of the slots' requests. Skips slots of a warm-up, which have
         none."""
         return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
-    def _gather(self, batch: CanvasBatch, asked: list[_Settings]) -> MaskedStepSettings:
+    def _read_table(self, batch: CanvasBatch, of_requests: list[_Settings]) -> MaskedStepSettings:
         """Reads the settings of the batch's slots from the device's table, without waiting. The
-        host's copies `asked` tell which columns no request uses; these are None."""
+        host's copies `of_requests` tell which columns no request uses; these are None."""
         table = self._table[batch.slot_index].clone()  # the rows may be another request's later on
         columns: dict[str, Any] = {
             name: _as_type(name, column)
             for name, column in zip(_Settings._fields, table.unbind(dim=-1), strict=True)
-            if name not in _UNSET or any(getattr(one, name) != _UNSET[name] for one in asked)
+            if name not in _UNSET or any(getattr(one, name) != _UNSET[name] for one in of_requests)
         }
-        has_shares = any(one.least == _EVEN_SHARE for one in asked)
+        has_shares = any(one.least == _EVEN_SHARE for one in of_requests)
         return MaskedStepSettings(**dict.fromkeys(_UNSET) | columns, has_shares=has_shares)
 
 

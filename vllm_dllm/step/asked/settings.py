@@ -28,7 +28,7 @@ class LoadStages:
         self.confidence = torch.tensor(confidence, device=device)
         self.stability = torch.tensor(stability, device=device)
 
-    def reached(self, num_canvases: int) -> int:
+    def num_stages_at(self, num_canvases: int) -> int:
         """Returns how many stages apply to a step of `num_canvases` canvases; 0 if none does."""
         return bisect_right(self._starts, num_canvases)
 
@@ -207,7 +207,7 @@ class SlotSettings:
             columns["confidence_threshold"],
             columns["stability_threshold"],
         )
-        if reached := self.load.reached(len(batch.slots_np)):
+        if reached := self.load.num_stages_at(len(batch.slots_np)):
             rules = self.load.loosen(rules, columns["load_stages"].long(), reached)
         found = StepSettings(columns["t_min"], columns["t_span"], rules)
         if any(settings.is_greedy for settings in own):

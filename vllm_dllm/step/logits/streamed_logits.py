@@ -110,20 +110,20 @@ class StreamedLogits:
         separately, some whole rows at a time."""
         whole = sorted({*self.filters.needs_whole_rows(self.batch), *self._masks})
         if not whole:
-            return self._stream(self.hidden, row_temperature, draw, self._guess_rows())
+            return self._read_by_tiles(self.hidden, row_temperature, draw, self._guess_rows())
         is_plain = np.ones(len(draw), dtype=bool)
         parts, places = [], []
         for i in whole:
             rows = self.batch.rows_of(i)
             is_plain[rows] = False
             places.append(np.arange(rows.start, rows.stop))
-            parts.append(self._read_one(i, row_temperature, draw))
+            parts.append(self._read_canvas(i, row_temperature, draw))
         if is_plain.any():
             places.append(np.flatnonzero(is_plain))
             plain = async_tensor_h2d(places[-1], device=draw.device)
             guess = self._guess_rows()
             parts.append(
-                self._stream(
+                self._read_by_tiles(
                     self.hidden[plain],
                     row_temperature[plain],
                     draw[plain],
@@ -134,7 +134,7 @@ class StreamedLogits:
         order = async_tensor_h2d(np.concatenate(places).argsort(), device=draw.device)
         return RowStats(*(column[order] for column in stats)), soft[order]
 
-    def _read_one(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
+    def _read_canvas(self, i: int, row_temperature: torch.Tensor, draw: torch.Tensor) -> ReadRows:
         """Returns statistics and expected embeddings of canvas i, computed from whole rows."""
         parts, first = [], self.batch.rows_of(i).start
         for logits in self.processed(i):
@@ -150,15 +150,14 @@ class StreamedLogits:
         them."""
         return self.batch.flatten(self.context.guesses) if self.soft.tolerance else None
 
-    def _stream(
+    def _read_by_tiles(
         self,
-        hidden: torch.Tensor,
-        temperature: torch.Tensor,
-        draw: torch.Tensor,
-        guess: torch.Tensor | None,
+        hidden: torch.Tensor,  # [rows, H]
+        temperature: torch.Tensor,  # [rows, 1] fp32
+        draw: torch.Tensor,  # [rows] float64
+        guess: torch.Tensor | None,  # see `_guess_rows`
     ) -> ReadRows:
-        """Returns statistics and expected embeddings of hidden states [rows, H], computed tile by
-        tile."""
+        """Returns statistics and expected embeddings of rows, computed tile by tile."""
         _, weight = self.model.vocabulary_shard()
         in_place = hidden.is_cuda and weight.dtype == hidden.dtype and self.soft.top_k is None
         fused_bytes = _FUSED_COPIES * hidden.element_size() if in_place else None

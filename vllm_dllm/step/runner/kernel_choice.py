@@ -31,12 +31,15 @@ CANVASES = (1, 8, 32)  # how many canvases the timed steps have
 def choose_kernels(
     vllm_config: VllmConfig, model: torch.nn.Module, clock: Clock = gpu_clock
 ) -> None:
-    """Makes layers run the kernels that `kernel_choice` asks for. "shipped": experts run ours where
-    `block_sizes.json` says so, unless the user chose otherwise (`may_replace_experts`). "measured":
-    the first rank times kernels, unless an earlier start stored its measurements, and all ranks use
-    what it found. What it did not get to stays as shipped. "stock", and either under
-    `VLLM_BATCH_INVARIANT`: nothing changes. Called when the KV cache is there and before graphs are
-    captured."""
+    """Makes layers run the kernels that `kernel_choice` asks for. Must be called when the KV cache
+    exists, before graphs are captured.
+
+    - "shipped": experts run our kernel where `block_sizes.json` says so, unless the user chose
+      otherwise (`may_replace_experts`).
+    - "measured": the first rank times kernels, unless an earlier start stored its measurements, and
+      all ranks use its measurements. Kernels that it had no time for stay as shipped.
+    - "stock", and any value under `VLLM_BATCH_INVARIANT`: nothing changes.
+    """
     extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
     if extension.kernel_choice == "stock" or envs.VLLM_BATCH_INVARIANT:
         return
@@ -44,13 +47,13 @@ def choose_kernels(
         _install_experts(vllm_config, model, may_replace_experts(vllm_config), {}, [])
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()
-    known = found = folder.read_result(path)
-    if ranks.is_first_rank and known is None:
-        found = _measure(vllm_config, model, path, clock)
-    found = ranks.broadcast_object(found)
-    measured = found["ours"]
-    if found != known:  # else layers have read it
-        if _store(found, path):
+    stored = result = folder.read_result(path)
+    if ranks.is_first_rank and stored is None:
+        result = _measure(vllm_config, model, path, clock)
+    result = ranks.broadcast_object(result)
+    measured = result["ours"]
+    if result != stored:  # else layers have read it
+        if _store(result, path):
             with set_current_vllm_config(vllm_config):
                 for layer in _layers(vllm_config):
                     if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
@@ -58,7 +61,7 @@ def choose_kernels(
         else:
             measured = {}
     as_shipped = may_replace_experts(vllm_config, path)
-    _install_experts(vllm_config, model, as_shipped, measured, found["rows"])
+    _install_experts(vllm_config, model, as_shipped, measured, result["rows"])
 
 
 def _install_experts(
@@ -72,20 +75,20 @@ def _install_experts(
     that are missing there run as `block_sizes.json` says if `as_shipped`. What is missing there,
     too, runs vLLM's kernel. `rows`: all that were to be measured."""
     sizes = dict(shipped_block_sizes()) if as_shipped else {}
-    for file, found in measured.items():
-        sizes[file] = (sizes.get(file) or {str(number): 0 for number in rows}) | found
+    for file, fastest in measured.items():
+        sizes[file] = (sizes.get(file) or {str(number): 0 for number in rows}) | fastest
     if sizes:
         with set_current_vllm_config(vllm_config):
             expert_kernels.install_kernels(model.modules(), sizes)
 
 
-def _store(found: dict[str, Any], path: Path) -> bool:
-    """Writes the measurements `found` where attention and vLLM look for them, and returns True. If
+def _store(result: dict[str, Any], path: Path) -> bool:
+    """Writes the measurements `result` where attention and vLLM look for them, and returns True. If
     they cannot be written, logs a warning and returns False."""
     try:
-        for file, table in found["tiles"].items():
+        for file, table in result["tiles"].items():
             folder.write_json(path, file, shipped_tiles(file) | table)
-        folder.write_json(path, folder.RESULT, found)
+        folder.write_json(path, folder.RESULT, result)
     except OSError as error:
         logger.warning("Cannot keep what was measured in %s: %s. It is not used.", path, error)
         return False

@@ -206,9 +206,8 @@ class DiffusionModelState(ModelState):
             self.step.begin_step(input_batch)
             batch = self.step.batch
             if batch is not None and self._graphs.can_replay(batch):
-                self._graphs.replay_before(
-                    batch
-                )  # `prepare_inputs` comes later, with nothing left to do
+                # `prepare_inputs` comes later, with nothing left to do.
+                self._graphs.replay_before(batch)
                 return
         num_reqs = len(requests.is_prompt)
         self._causal[:num_reqs] = self.causal(requests, input_batch)
@@ -249,10 +248,8 @@ class DiffusionModelState(ModelState):
         self._write_flags(requests, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"
-            num_reqs, num_tokens = (
-                input_batch.num_reqs_after_padding,
-                input_batch.num_tokens_after_padding,
-            )
+            num_reqs = input_batch.num_reqs_after_padding
+            num_tokens = input_batch.num_tokens_after_padding
             query_start_loc = input_batch.query_start_loc[: num_reqs + 1]
             query_start_loc_np = input_batch.query_start_loc_np[: num_reqs + 1]
             seq_lens = input_batch.seq_lens

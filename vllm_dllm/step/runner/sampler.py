@@ -31,7 +31,7 @@ class DiffusionSampler:
         self.req_states = step.requests.req_states
         self.sampling_states = step.requests.sampling_states
         self._max_rows = max_rows
-        self._asked_for: SamplingParams | None = None
+        self._replacement: SamplingParams | None = None
         limit_prompt_logprob_rows(rows_within_budget(step.vocab_size, step.memory.budget_bytes))
 
     @property
@@ -42,16 +42,16 @@ class DiffusionSampler:
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Stages a request for `apply_staged_writes`, with the parameters of `replace_params` if it
         is active."""
-        self.step.requests.add_request(req_idx, self._asked_for or sampling_params)
+        self.step.requests.add_request(req_idx, self._replacement or sampling_params)
 
     @contextmanager
     def replace_params(self, params: SamplingParams) -> Iterator[None]:
         """Requests that are added in this context get `params` in place of their own."""
-        self._asked_for = params
+        self._replacement = params
         try:
             yield
         finally:
-            self._asked_for = None
+            self._replacement = None
 
     @cached_property
     def _most_bytes(self) -> int:

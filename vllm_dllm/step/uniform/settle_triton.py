@@ -118,7 +118,7 @@ def settle(
         C,
         slots.canvas.stride(0),
         max_model_len,
-        stages.reached(n),
+        stages.num_stages_at(n),
         EMITS_LAST=emits.last,
         EMITS_OTHERS=emits.others,
         KEEPS_EMITTED=keeps_emitted,

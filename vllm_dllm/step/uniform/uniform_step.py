@@ -4,7 +4,7 @@ Each step draws a candidate for each position, keeps those that it accepts and r
 by noise. Its rows read the expected embeddings of the step before; a commit's rows do not.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from vllm_dllm.denoise.draws_triton import StepDraws
     from vllm_dllm.step.uniform.settle_triton import PlainSettled
     from vllm_dllm.step.uniform.step_graphs import StepGraphs
+
+
+class _PlainStep(NamedTuple):
+    """What became of plain canvases, and what scores of their tokens are computed from."""
+
+    settled: "PlainSettled"
+    logits: CanvasLogits
+    row_temperature: torch.Tensor  # [rows, 1] fp32
+    best_guess: torch.Tensor  # [rows] int64
 
 
 class UniformStep(CanvasStep):
@@ -113,15 +122,14 @@ class UniformStep(CanvasStep):
         else:
             block_ends = input_batch.seq_lens[batch.request_index]
             reports = requests.logprobs.any_in(batch)
-            settled, logits, row_temperature, best_guess = self._settle_plain(
-                batch, source, block_ends, requests.joins_commits, reports
-            )
+            step = self._settle_plain(batch, source, block_ends, requests.joins_commits, reports)
+            settled = step.settled
             if reports:
                 logprobs = requests.logprobs.report(
                     batch,
-                    logits,
-                    row_temperature,
-                    batch.unflatten(best_guess),
+                    step.logits,
+                    step.row_temperature,
+                    batch.unflatten(step.best_guess),
                     num_reqs=input_batch.num_reqs,
                     at_once=settled.at_once,
                     cut=settled.cut,
@@ -149,7 +157,7 @@ class UniformStep(CanvasStep):
     ) -> "PlainSettled":
         """Settles a plain step of whole canvases after its forward; captured as a CUDA graph."""
         block_ends = seq_lens[: batch.num_canvases]
-        return self._settle_plain(batch, hidden, block_ends, joins_commits)[0]
+        return self._settle_plain(batch, hidden, block_ends, joins_commits).settled
 
     def _settle_plain(
         self,
@@ -158,9 +166,9 @@ class UniformStep(CanvasStep):
         block_ends: torch.Tensor,  # [n] int32
         joins_commits: bool,
         reports: bool = False,
-    ) -> tuple["PlainSettled", CanvasLogits, torch.Tensor, torch.Tensor]:
-        """Settles plain canvases in fused kernels. Returns what became of them, and for reports the
-        logits, temperatures [rows, 1] fp32 and best guesses [rows] int64."""
+    ) -> _PlainStep:
+        """Settles plain canvases in fused kernels, and writes their slots. `reports`: whether the
+        logits are read again after that."""
         from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
 
         settings = self.requests.settings
@@ -184,7 +192,7 @@ class UniformStep(CanvasStep):
             keeps_emitted=not joins_commits,
         )
         store_soft_embeds(soft_rows, settled, batch, self.slots)
-        return settled, logits, row_temperature, stats.best_guess
+        return _PlainStep(settled, logits, row_temperature, stats.best_guess)
 
     def _fused_draws(self, batch: CanvasBatch, block_ends: torch.Tensor) -> "StepDraws":
         """Returns temperature and noise of each canvas, computed in one kernel."""
