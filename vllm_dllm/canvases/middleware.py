@@ -5,7 +5,8 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -38,6 +39,28 @@ class WatchedRequest:
     body: dict[str, Any]  # as the client sent it
     chunk_id: str  # `id` of vLLM's chunks and of ours
     headers: RawHeaders  # with an X-Request-Id, from which vLLM makes `chunk_id`
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time, seconds
+
+    def for_engine(self, feed_name: str) -> tuple[RawHeaders, bytes]:
+        """Returns the headers and the body of the request for vLLM. There the name of the feed
+        replaces `diffusion_stream_canvases`."""
+        xargs = self.body["vllm_xargs"].items()
+        changed = {k: v for k, v in xargs if k != STREAM_CANVASES} | {FEED: feed_name}
+        body = json.dumps(self.body | {"vllm_xargs": changed}).encode()
+        headers = [h for h in self.headers if h[0].lower() != b"content-length"]
+        return [*headers, (b"content-length", str(len(body)).encode())], body
+
+    def format_canvas(self, texts: TokenTexts, canvas: dict[str, Any]) -> bytes:
+        """Returns a canvas, with the text of each token, as a server-sent event."""
+        event: dict[str, Any] = {
+            "id": self.chunk_id,
+            "object": OBJECT,
+            "created": self.created,
+            "model": self.body.get("model"),
+            "choices": [],
+            "canvas": canvas | {"texts": texts(canvas["tokens"])},
+        }
+        return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 def read_request(path: str, headers: RawHeaders, body: bytes) -> WatchedRequest | None:
@@ -61,9 +84,8 @@ def read_request(path: str, headers: RawHeaders, body: bytes) -> WatchedRequest 
     _check_request(request)
     name = next((v.decode("latin-1") for k, v in headers if k.lower() == b"x-request-id"), None)
     if name is None:
-        given = request.get("request_id")
-        is_usable = isinstance(given, str) and given.isascii() and given
-        name = given if is_usable else uuid.uuid4().hex
+        own = request.get("request_id")
+        name = own if isinstance(own, str) and own.isascii() and own else uuid.uuid4().hex
         headers = [*headers, (b"x-request-id", name.encode("latin-1"))]
     return WatchedRequest(request, f"{PREFIXES[path]}-{name}", headers)
 
@@ -121,39 +143,22 @@ class CanvasStreams:
             return await self._app(scope, _replay(body, receive), send)
         hub, texts = source
         with hub.open_feed() as feed:
-            # For vLLM, `diffusion_stream_canvases` is replaced by the name of the feed.
-            given = watched.body["vllm_xargs"].items()
-            extra = {k: v for k, v in given if k != STREAM_CANVASES} | {FEED: feed.name}
-            changed = json.dumps(watched.body | {"vllm_xargs": extra}).encode()
-            length = (b"content-length", str(len(changed)).encode())
-            headers = [h for h in watched.headers if h[0].lower() != b"content-length"]
-            inner = {**scope, "headers": [*headers, length]}
-            await self._serve_watched(inner, _replay(changed, receive), send, watched, feed, texts)
+            headers, body = watched.for_engine(feed.name)
+            inner = {**scope, "headers": headers}
+            format_event = partial(watched.format_canvas, texts)
+            await self._serve_watched(inner, _replay(body, receive), send, feed, format_event)
 
     async def _serve_watched(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        watched: WatchedRequest,
         feed: Feed,
-        texts: TokenTexts,
+        format_event: Callable[[dict[str, Any]], bytes],
     ) -> None:
-        """Has vLLM answer the request, and puts the canvases of `feed` into the stream. An answer
-        that is no event stream, such as an error, is passed on unchanged."""
-        created = int(time.time())
-
-        def format_event(canvas: dict[str, Any]) -> bytes:
-            """Returns a canvas, with the text of each token, as a server-sent event."""
-            event: dict[str, Any] = {
-                "id": watched.chunk_id,
-                "object": OBJECT,
-                "created": created,
-                "model": watched.body.get("model"),
-                "choices": [],
-                "canvas": canvas | {"texts": texts(canvas["tokens"])},
-            }
-            return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+        """Has vLLM answer the request, and puts the canvases of `feed` into the stream as
+        `format_event` writes them. An answer that is no event stream, such as an error, is passed
+        on unchanged."""
 
         async def send_data(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})

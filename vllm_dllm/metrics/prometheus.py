@@ -2,10 +2,10 @@
 
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
@@ -82,52 +82,50 @@ class CanvasCounts:
     block_seconds: list[float] = field(default_factory=list)
 
 
-_registered: dict[type, list[Any]] = {}
+class EngineMetrics:
+    """Metrics of all engines that send statistics to this process. A subclass defines them."""
 
-
-def _unregister(owner: type) -> None:
-    """Unregisters the metrics that an earlier instance of `owner` has made, as vLLM does with its
-    own: a process may make them anew."""
-    for metric in _registered.pop(owner, ()):
-        REGISTRY.unregister(metric)
-
-
-class CanvasMetrics:
-    """Metrics of canvases, of all engines that send statistics to this process."""
+    _registered: ClassVar[Iterable[Any]] = ()
 
     def __init__(
         self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
     ) -> None:
-        """Makes and registers the metrics, in place of an earlier instance's. `labels_by_engine`:
-        the values of `labelnames`."""
-        _unregister(type(self))
-        metrics: dict[str, Any] = {
-            name: Counter(PREFIX + name, text, labelnames) for name, text in COUNTERS.items()
-        }
-        # With several API processes, each gets a part of an engine's messages.
-        metrics |= {
-            name: Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
-            for name, text in GAUGES.items()
-        }
-        metrics |= {
-            name: Histogram(PREFIX + name, text, labelnames, buckets=buckets)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        by_label = {
-            name: Counter(PREFIX + name, text, (*labelnames, label))
-            for name, (label, _, text) in BY_LABEL.items()
-        }
-        _registered[type(self)] = [*metrics.values(), *by_label.values()]
+        """Makes and registers the metrics. `labels_by_engine`: the values of `labelnames`.
+        Unregisters those of an earlier instance, as vLLM does with its own: a process may make them
+        anew."""
+        for metric in self._registered:
+            REGISTRY.unregister(metric)
+        series = dict(self._make_series(labelnames))
+        type(self)._registered = {metric for metric, *_ in series.values()}
         # All series exist from the start, because a rate misses a new series' first value.
-        self._by_engine: dict[int, dict[Any, Any]] = {
-            engine: {name: metric.labels(*labels) for name, metric in metrics.items()}
-            | {
-                (name, value): counter.labels(*labels, value)
-                for name, counter in by_label.items()
-                for value in BY_LABEL[name][1]
-            }
+        self._by_engine = {
+            engine: {key: metric.labels(*labels, *own) for key, (metric, *own) in series.items()}
             for engine, labels in labels_by_engine.items()
         }
+
+    def _make_series(self, labelnames: Sequence[str]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Makes the metrics. Yields the key of each series, and its metric with the values of the
+        labels that it has after `labelnames`."""
+        raise NotImplementedError
+
+
+class CanvasMetrics(EngineMetrics):
+    """Metrics of canvases."""
+
+    def _make_series(self, labelnames: Sequence[str]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Makes the metrics. Keys are names, or (name, value) of those in `BY_LABEL`."""
+        for name, text in COUNTERS.items():
+            yield name, (Counter(PREFIX + name, text, labelnames),)
+        for name, text in GAUGES.items():
+            # With several API processes, each gets a part of an engine's messages.
+            gauge = Gauge(PREFIX + name, text, labelnames, multiprocess_mode="mostrecent")
+            yield name, (gauge,)
+        for name, (text, buckets) in HISTOGRAMS.items():
+            yield name, (Histogram(PREFIX + name, text, labelnames, buckets=buckets),)
+        for name, (label, values, text) in BY_LABEL.items():
+            counter = Counter(PREFIX + name, text, (*labelnames, label))
+            for value in values:
+                yield (name, value), (counter, value)
 
     def observe(self, counts: Mapping[str, Any], engine: int) -> None:
         """Adds `counts`, the fields of `CanvasCounts` by name, to the metrics of `engine`."""
@@ -145,14 +143,14 @@ class CanvasMetrics:
                 metrics[name].observe(value)
 
 
-_EACH = (*range(1, 17), 24, 32)  # exact for blocks of up to 16
+_LENGTHS = (*range(1, 17), 24, 32)  # exact for blocks of up to 16
 
 DRAFT_HISTOGRAMS = {
     "acceptance_length": (
         "Tokens that each verification emits: the drafts that it accepts, and the target's own.",
-        _EACH,
+        _LENGTHS,
     ),
-    "draft_width": ("Drafts that each verification looks at.", _EACH),
+    "draft_width": ("Drafts that each verification looks at.", _LENGTHS),
 }
 
 
@@ -166,31 +164,20 @@ class CountedHistogram(Histogram):
         self._buckets[bisect_left(self._upper_bounds, value)].inc(times)
 
 
-class DraftMetrics:
-    """Metrics of drafts, of all engines that send statistics to this process."""
+class DraftMetrics(EngineMetrics):
+    """Metrics of drafts."""
 
-    def __init__(
-        self, labelnames: Sequence[str], labels_by_engine: Mapping[int, Sequence[Any]]
-    ) -> None:
-        """Makes and registers the metrics, in place of an earlier instance's. `labels_by_engine`:
-        the values of `labelnames`."""
-        _unregister(type(self))
-        histograms = {
-            name: CountedHistogram(PREFIX + name, text, labelnames, buckets=buckets)
-            for name, (text, buckets) in DRAFT_HISTOGRAMS.items()
-        }
-        _registered[type(self)] = [*histograms.values()]
-        self._by_engine = {
-            engine: {name: h.labels(*labels) for name, h in histograms.items()}
-            for engine, labels in labels_by_engine.items()
-        }
+    def _make_series(self, labelnames: Sequence[str]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Makes the histograms. Keys are their names."""
+        for name, (text, buckets) in DRAFT_HISTOGRAMS.items():
+            yield name, (CountedHistogram(PREFIX + name, text, labelnames, buckets=buckets),)
 
     def observe(
         self, num_verified: int, accepted: Sequence[int], drafted: Sequence[int], engine: int
     ) -> None:
         """Adds one step's verified drafts to the histograms of `engine`. `num_verified`: requests
-        with a verified draft. `accepted[i]`, `drafted[i]`: how many of them accepted a token at
-        position i, and had one there."""
+        with a verified draft. `accepted[i]`, `drafted[i]`: how many of these requests accepted a
+        token at position i, and had one there."""
         metrics = self._by_engine[engine]
         for length, times in count_run_lengths(num_verified, accepted):
             metrics["acceptance_length"].observe_many(1 + length, times)

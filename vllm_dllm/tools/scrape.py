@@ -28,16 +28,16 @@ class Scrape:
         """Returns the sum of the samples of a name that have all of the labels; 0 if no sample
         has."""
         return sum(
-            value for found, value in self.samples.get(name, ()) if labels.items() <= found.items()
+            value for own, value in self.samples.get(name, ()) if labels.items() <= own.items()
         )
 
     def totals_by(self, name: str, label: str) -> dict[str, float]:
         """Returns the sum of the samples of a name for each value of a label, in the server's
         order. Raises KeyError if a sample lacks the label."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for labels, value in self.samples.get(name, ()):
-            found[labels[label]] = found.get(labels[label], 0.0) + value
-        return found
+            totals[labels[label]] = totals.get(labels[label], 0.0) + value
+        return totals
 
     def has_restarted_since(self, earlier: "Scrape") -> bool:
         """Returns whether the server has been started anew since an earlier scrape: it counts fewer
@@ -77,12 +77,12 @@ class Change:
     def shares(self, name: str, label: str) -> dict[str, float]:
         """Returns the share of a metric's change that each value of a label has. Values without a
         change are left out."""
-        found = {
+        changes = {
             value: self.difference(name, **{label: value})
             for value in self.now.totals_by(name, label)
         }
-        whole = sum(found.values())
-        return {value: part / whole for value, part in found.items() if part} if whole else {}
+        whole = sum(changes.values())
+        return {value: part / whole for value, part in changes.items() if part} if whole else {}
 
 
 def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
@@ -114,19 +114,18 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
 def scrape_canvases(url: str) -> Scrape:
     """Returns the metrics of a diffusion model's server. Raises InputError if no such server
     answers at `url`."""
-    found = scrape(url)
-    samples = found.samples
-    if not any(name.startswith("vllm:") for name in samples):
+    metrics = scrape(url)
+    if not any(name.startswith("vllm:") for name in metrics.samples):
         raise InputError(
             f"the server at {url} has no metrics of vLLM's: it is not vLLM, or was started with "
             f"--disable-log-stats."
         )
-    if "vllm_dllm:forwards_total" not in samples:
+    if "vllm_dllm:forwards_total" not in metrics.samples:
         raise InputError(
             f"the server at {url} counts no canvases: it serves no diffusion model, or was started "
             f"without vllm-dllm."
         )
-    return found
+    return metrics
 
 
 @functools.cache

@@ -185,8 +185,8 @@ class View:
         self._console.print()
         if (image := answer.question.image) is not None:
             if self._live and self._console.color_system is not None:
-                drawn = drawing.draw_in_colors(image)
-                self._console.print(drawn, no_wrap=True, overflow="crop")
+                picture = drawing.draw_in_colors(image)
+                self._console.print(picture, no_wrap=True, overflow="crop")
             else:
                 self._console.print(Text(drawing.draw_in_shades(image)), soft_wrap=True)
         self._console.print(Text(answer.question.text, "bold cyan"), soft_wrap=not self._live)

@@ -70,11 +70,11 @@ def _printable(text: str) -> str:
     return shown or END
 
 
-def wrap_cells(drawn: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """Returns lines of at most `width` terminal columns with the (text, style) pairs `drawn`. No
+def wrap_cells(cells: Sequence[tuple[str, str]], width: int) -> list[Text]:
+    """Returns lines of at most `width` terminal columns with the (text, style) pairs `cells`. No
     pair is split: one that is wider has a line of its own."""
     lines, used = [Text(no_wrap=True)], 0
-    for text, style in drawn:
+    for text, style in cells:
         size = cell_len(text)
         if used + size > width and used > 0:
             lines.append(Text(no_wrap=True))
@@ -107,8 +107,8 @@ def draw_frame(step: Step, before: Sequence[str], width: int) -> Group:
 
 def format_line(step: Step) -> str:
     """Returns one step as a line of plain text. A mark hides positions that are not accepted."""
-    drawn = [HIDDEN if style == OPEN else text for text, style in position_cells(step)]
-    return f"{_counters(step)} {''.join(drawn).rstrip(END)}"
+    texts = [HIDDEN if style == OPEN else text for text, style in position_cells(step)]
+    return f"{_counters(step)} {''.join(texts).rstrip(END)}"
 
 
 def _counters(step: Step) -> str:

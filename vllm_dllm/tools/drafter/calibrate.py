@@ -126,7 +126,8 @@ def train_predictor(data: Measurements, config: PredictorConfig, seed: int) -> B
     predictor.fit_input_scale(training.logits)
     fixed = data.best_fixed
     inputs, labels = predictor.make_inputs(training.logits), training.labels(fixed)
-    seen, wanted = predictor.make_inputs(validation.logits), validation.labels(fixed)
+    validation_inputs = predictor.make_inputs(validation.logits)
+    validation_labels = validation.labels(fixed)
     optimizer = torch.optim.AdamW(
         predictor.parameters(), lr=LEARNING_RATES[config.variant], weight_decay=WEIGHT_DECAY
     )
@@ -140,7 +141,9 @@ def train_predictor(data: Measurements, config: PredictorConfig, seed: int) -> B
             optimizer.step()
         predictor.eval()
         with torch.no_grad():
-            validation_loss = F.cross_entropy(predictor(seen), wanted).item()
+            validation_loss = F.cross_entropy(
+                predictor(validation_inputs), validation_labels
+            ).item()
         if validation_loss < lowest:
             lowest, best = validation_loss, copy.deepcopy(predictor.state_dict())
     predictor.load_state_dict(best)

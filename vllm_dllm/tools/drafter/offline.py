@@ -64,18 +64,14 @@ def replay(
     for start in range(0, len(order), ROWS_PER_FORWARD):
         chosen = order[start : start + ROWS_PER_FORWARD]
         rows = [KnownSequence(prompts[i] + answers[i], len(prompts[i])) for i in chosen]
-        for i, row, (logits, matches) in zip(
-            chosen, rows, _replay_rows(target, drafter, rows, draft_width), strict=True
-        ):
-            replayed[i] = Replayed(row.tokens[row.first_anchor :], logits, matches)
+        replayed |= zip(chosen, _replay_rows(target, drafter, rows, draft_width), strict=True)
     return [replayed[i] for i in range(len(prompts))]
 
 
 def _replay_rows(
     target: Target, drafter: DFlashDrafter, rows: list[KnownSequence], draft_width: int
-) -> list[tuple[Tensor, list[int]]]:
-    """Returns the fields `first_logits` and `matches` of `Replayed` for each sequence, from one
-    forward of the target."""
+) -> list[Replayed]:
+    """Does what `replay` does for sequences that fit into one forward of the target."""
     tokens = pad_sequences(rows, target.device)
     lengths = torch.tensor([len(row.tokens) for row in rows], device=target.device)
     first = torch.tensor([row.first_anchor for row in rows], device=target.device)
@@ -97,7 +93,8 @@ def _replay_rows(
         counts = right.int().cumprod(-1).sum(-1).tolist()
         for row, (row_anchors, row_counts) in enumerate(zip(anchors.tolist(), counts, strict=True)):
             matches[row] += [n for a, n in zip(row_anchors, row_counts, strict=True) if a >= 0]
-    return list(zip(first_logits, matches, strict=True))
+    answers = [row.tokens[row.first_anchor :] for row in rows]
+    return list(map(Replayed, answers, first_logits, matches))
 
 
 def mean_length(lengths: Sequence[Sequence[int]]) -> float:

@@ -57,11 +57,11 @@ def run(
                     outcome = _evaluate_task(task, checkpoint, port, prompting, console, logs)
                     rows += report.make_rows(checkpoint, name, outcome, weight_bytes)
     table = report.with_recovery(rows)
-    asked = report.describe_prompts(table, prompting.concurrency)
-    console.print(report.make_table(table, asked))
+    prompts = report.describe_prompts(table, prompting.concurrency)
+    console.print(report.make_table(table, prompts))
     machine = describe_machine()
     report.save_json(table, prompting, machine, out / "eval.json")
-    save_plot(table, f"{asked}; {machine['device']}", out / "eval.png")
+    save_plot(table, f"{prompts}; {machine['device']}", out / "eval.png")
     console.print(f"{out / 'eval.json'}, {out / 'eval.png'}", soft_wrap=True)
 
 

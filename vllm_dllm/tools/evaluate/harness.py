@@ -127,16 +127,7 @@ def evaluate(
     """
     log = logs / HARNESS_LOG
     before = read_metrics(port)
-    client = (_ChatClient if prompting.api == "chat" else _Client)(
-        base_url=f"http://{HOST}:{port}/v1/{APIS[prompting.api]}",
-        model=model,
-        tokenizer_backend=None,  # the server has one
-        num_concurrent=prompting.concurrency,
-        max_retries=1,  # our own server must not fail even once
-        timeout=ANSWER_SECONDS,
-        header={"Authorization": "Bearer none"},  # not a key from the environment
-    )
-    client.on_answer = on_answer
+    client = _make_client(model, port, prompting, on_answer)
     sampling = _sampling_parameters(Path(model))
     try:
         with log.open("a") as output, contextlib.redirect_stderr(output):
@@ -160,6 +151,23 @@ def evaluate(
         seconds=client.seconds,
         counters=Counters.since(before, port),
     )
+
+
+def _make_client(
+    model: str, port: int, prompting: PromptSettings, on_answer: Callable[[], object]
+) -> _Client:
+    """Returns a client of the server at `port`, which calls `on_answer` after each answer."""
+    client = (_ChatClient if prompting.api == "chat" else _Client)(
+        base_url=f"http://{HOST}:{port}/v1/{APIS[prompting.api]}",
+        model=model,
+        tokenizer_backend=None,  # the server has one
+        num_concurrent=prompting.concurrency,
+        max_retries=1,  # our own server must not fail even once
+        timeout=ANSWER_SECONDS,
+        header={"Authorization": "Bearer none"},  # not a key from the environment
+    )
+    client.on_answer = on_answer
+    return client
 
 
 def _sampling_parameters(checkpoint: Path) -> dict[str, object]:

@@ -85,12 +85,12 @@ def describe_prompts(rows: Sequence[Row], concurrency: int) -> str:
     return f"{', '.join(counts)}, {concurrency} at once"
 
 
-def make_table(rows: Sequence[Row], asked: str) -> Table:
-    """Returns a narrow table of the rows. The caption has `asked`, from `describe_prompts`, and
+def make_table(rows: Sequence[Row], prompts: str) -> Table:
+    """Returns a narrow table of the rows. The caption has `prompts`, from `describe_prompts`,
     explains the columns."""
     table = Table(
         box=SIMPLE_HEAD,
-        caption=f"{asked}. Recovery is the accuracy as a share of the "
+        caption=f"{prompts}. Recovery is the accuracy as a share of the "
         f"first checkpoint's; MB are 10^6 bytes of weights.",
         caption_justify="left",
     )
@@ -164,8 +164,8 @@ def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
         if not by_task:
             bars = bars.iloc[:1].set_axis([""])
         bars.plot.bar(ax=axes, rot=0, width=0.8, legend=False, title=heading, fontsize=8)
-        for drawn in axes.containers:
-            axes.bar_label(drawn, fmt=label, padding=2, fontsize=8)
+        for group in axes.containers:
+            axes.bar_label(group, fmt=label, padding=2, fontsize=8)
         axes.margins(y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()

@@ -28,22 +28,21 @@ from vllm_dllm.tools.terminal import wait_on_console
 CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
 
 
-def serve_options(tasks: dict[str, Task], given: Sequence[str] | None) -> Sequence[str]:
-    """Returns the options of `vllm serve`: those that the user gave, or defaults if `given` is
-    None. Raises InputError if their context leaves no room for the longest answer that a task asks
-    for."""
+def serve_options(tasks: dict[str, Task], user_options: Sequence[str] | None) -> Sequence[str]:
+    """Returns the options of `vllm serve`: `user_options`, or defaults if that is None. Raises
+    InputError if their context leaves no room for the longest answer that a task asks for."""
     longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
     tokens = longest_answer(tasks[longest])
-    if given is None:
+    if user_options is None:
         return _default_options(tokens)
-    context = re.search(r"--max-model-len[ =](\d+)(?!\S)", " ".join(given))
+    context = re.search(r"--max-model-len[ =](\d+)(?!\S)", " ".join(user_options))
     if context and int(context[1]) <= tokens:
         raise InputError(
             f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
             f"--max-model-len must leave room for them after the prompt, got {context[1]}. Raise "
             f"it, or lower max_gen_toks in a task file."
         )
-    return given
+    return user_options
 
 
 def _default_options(longest_answer: int) -> list[str]:

@@ -76,8 +76,8 @@ class InputRanges:
     def _record(self, group: str, largest: torch.Tensor) -> None:
         """Raises a group's range to the magnitudes `largest` where these are larger. `largest` has
         the shape of the group's range."""
-        known = self.largest.get(group)
-        self.largest[group] = largest if known is None else torch.maximum(known, largest)
+        before = self.largest.get(group)
+        self.largest[group] = largest if before is None else torch.maximum(before, largest)
 
     def _linear_hook(self, group: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
         """Returns a hook that records the largest input of a linear."""
@@ -118,21 +118,22 @@ def calibrate(
     call. Sets PyTorch's global seed for each prompt, so the result does not depend on
     interruptions.
     """
-    done, known = 0, Ranges()
+    num_done = 0
+    known_ranges = Ranges()
     if results.exists():
         state = json.loads(results.read_text())
-        done, known = state["done"], state["ranges"]
-        advance(done)
-    if done == len(prompts):
-        return known
+        num_done, known_ranges = state["done"], state["ranges"]
+        advance(num_done)
+    if num_done == len(prompts):
+        return known_ranges
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
         checkpoint, dtype="auto", experts_implementation="eager"
     )
     model.to(device).eval()
     ranges = InputRanges()
-    ranges.largest = {group: torch.tensor(v, device=device) for group, v in known.items()}
-    for i in range(done, len(prompts)):
+    ranges.largest = {group: torch.tensor(v, device=device) for group, v in known_ranges.items()}
+    for i in range(num_done, len(prompts)):
         torch.manual_seed(i)
         with torch.no_grad(), ranges.watch(model):
             # One prompt at a time: padding would count as input.
@@ -140,7 +141,7 @@ def calibrate(
                 input_ids=torch.tensor([prompts[i]], device=device),
                 max_new_tokens=NUM_CANVASES * model.config.canvas_length,
             )
-        known = {group: values.tolist() for group, values in ranges.largest.items()}
-        write_json(results, {"done": i + 1, "ranges": known})
+        known_ranges = {group: values.tolist() for group, values in ranges.largest.items()}
+        write_json(results, {"done": i + 1, "ranges": known_ranges})
         advance(1)
-    return known
+    return known_ranges

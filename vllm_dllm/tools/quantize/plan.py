@@ -252,7 +252,7 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
     before = after = 0
     for kind, names in sorted(kinds.items()):
         linears = [linear for name in names for linear in plan.quantized[name]]
-        old = sum(tensors[name].num_bytes for name in names)
+        old = _count_bytes(names, tensors)
         new = sum(quantized_bytes(linear, plan.scheme) for linear in linears)
         before, after = before + old, after + new
         numbers = (int(name.partition("layers.")[2].partition(".")[0]) for name in names)
@@ -263,14 +263,17 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.kept.items():
         reasons[reason].append(name)
-    rest = 0
     for reason, names in sorted(reasons.items()):
-        size = sum(tensors[name].num_bytes for name in names)
-        rest += size
+        size = _count_bytes(names, tensors)
         lines.append(f"  {reason:50} {len(names):8} {_format_size(size)}")
-    before, after = before + rest, after + rest
-    lines += ["", f"{'checkpoint':61} {_format_change(before, after)}"]
+    rest = _count_bytes(plan.kept, tensors)
+    lines += ["", f"{'checkpoint':61} {_format_change(before + rest, after + rest)}"]
     return "\n".join(lines)
+
+
+def _count_bytes(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> int:
+    """Returns the size of the named tensors together."""
+    return sum(tensors[name].num_bytes for name in names)
 
 
 def _format_change(before: int, after: int) -> str:

@@ -90,13 +90,13 @@ def quantize(
     if run.is_finished():
         return
     with progress_bars() as progress:
-        known = run.partial / WEIGHT_RANGES_FILE
-        if known.exists():  # of a run that was stopped
-            weight_amax = json.loads(known.read_text())
+        ranges_file = run.partial / WEIGHT_RANGES_FILE
+        if ranges_file.exists():  # of a run that was stopped
+            weight_amax = json.loads(ranges_file.read_text())
         else:
             weight_amax = _find_weight_amax(source, plan, progress)
         run.start()
-        write_json(known, weight_amax)
+        write_json(ranges_file, weight_amax)
         input_amax = _find_input_amax(checkpoint, prompts, run.partial, progress)
         scales = Scales(weight_amax, input_amax)
         task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
@@ -136,16 +136,21 @@ def _find_weight_amax(source: Source, plan: Plan, progress: Progress) -> dict[st
         with open_shard(source.path / file_name) as file:
             for name in tensors:
                 weight = file.get_tensor(name)
-                if weight.is_floating_point() and not weight.isfinite().all():
-                    raise InputError(
-                        f"{source.path / file_name}: {name} holds NaN or infinity: expected "
-                        f"finite weights; copy the file again or repair the checkpoint"
-                    )
+                _check_finite(weight, f"{source.path / file_name}: {name}")
                 for linear in plan.quantized.get(name, ()):
                     amax = _linear_weight(weight, linear).abs().amax().item()
                     largest[linear.weight_group] = max(largest[linear.weight_group], amax)
                 progress.advance(task)
     return largest
+
+
+def _check_finite(weight: torch.Tensor, name: str) -> None:
+    """Raises InputError for a NaN or infinity. `name` is the tensor's, for the message."""
+    if weight.is_floating_point() and not weight.isfinite().all():
+        raise InputError(
+            f"{name} holds NaN or infinity: expected finite weights; copy the file again or "
+            f"repair the checkpoint"
+        )
 
 
 def _linear_weight(weight: torch.Tensor, linear: Linear) -> torch.Tensor:

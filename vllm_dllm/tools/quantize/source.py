@@ -46,8 +46,8 @@ def read_source(path: Path) -> Source:
     if not (path / "config.json").exists():
         raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
     config = read_json(path / "config.json")
-    known = {DIFFUSION_GEMMA, *FAMILIES}
-    if known.isdisjoint(config.get("architectures") or ()):
+    served = {DIFFUSION_GEMMA, *FAMILIES}
+    if served.isdisjoint(config.get("architectures") or ()):
         raise InputError(
             f"{path / 'config.json'}: expected the architecture {DIFFUSION_GEMMA} or that of a "
             f"masked model ({', '.join(FAMILIES)}), got {config.get('architectures')}: only "

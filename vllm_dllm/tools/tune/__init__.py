@@ -195,15 +195,15 @@ def _confirm(
     candidates = [own, *(t for t in pareto_front(tried) if t is not own)]
     bar = progress.add_task("confirming", total=len(candidates))
     file = folder / CONFIRMED_FILE
-    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for candidate in candidates:
-        if (key := str(candidate.number)) not in known:
-            known[key] = asdict(measure(candidate.keys))
-            resumable.write_json(file, known)
+        if (key := str(candidate.number)) not in results:
+            results[key] = asdict(measure(candidate.keys))
+            resumable.write_json(file, results)
         progress.advance(bar)
-    own_scores = known[str(own.number)]["scores"]
+    own_scores = results[str(own.number)]["scores"]
     confirmed = [
-        Confirmed.compared_with(own_scores, candidate, Measured(**known[str(candidate.number)]))
+        Confirmed.compared_with(own_scores, candidate, Measured(**results[str(candidate.number)]))
         for candidate in candidates
     ]
     return sorted(confirmed, key=lambda c: c.measured.tokens_per_forward)
@@ -216,13 +216,13 @@ def _write_files(
     machine = describe_machine()
     extension = space.settings_for(findings.chosen.tried.keys)
     report.write_defaults(folder / "defaults.yaml", extension, findings)
-    asked = {
+    setting = {
         "checkpoint": str(checkpoint),
         "weights": sha256_sums(checkpoint),
         "machine": machine,
         "concurrency": settings.concurrency,
         "max_loss": settings.max_loss / 100,
     }
-    (folder / "tune.json").write_text(report.as_json(findings, asked))
+    (folder / "tune.json").write_text(report.as_json(findings, setting))
     title = f"{checkpoint.name}: {len(findings.tried)} trials, {findings.prompts}"
     report.save_plot(findings, f"{title}; {machine['device']}", folder / "tune.png")

@@ -148,8 +148,8 @@ def write_defaults(path: Path, extension: dict[str, Any], findings: Findings) ->
     path.write_text("".join(f"# {line}\n" for line in lines) + section)
 
 
-def as_json(findings: Findings, asked: dict[str, Any]) -> str:
-    """Returns the contents of tune.json: the command, `asked`, all trials and the confirmed
+def as_json(findings: Findings, setting: dict[str, Any]) -> str:
+    """Returns the contents of tune.json: the command, `setting`, all trials and the confirmed
     settings."""
 
     def describe_trial(trial: Tried, measured: Measured) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def as_json(findings: Findings, asked: dict[str, Any]) -> str:
 
     content = {
         "command": command(),
-        **asked,
+        **setting,
         "searched": [describe_trial(t, t.measured) for t in findings.tried],
         "confirmed": [
             describe_trial(c.tried, c.measured)

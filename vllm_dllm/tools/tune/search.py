@@ -66,9 +66,9 @@ class Tried:
     @classmethod
     def from_trial(cls, trial: FrozenTrial) -> "Tried":
         """Returns a finished trial of Optuna in our form."""
-        kept = trial.user_attrs
-        measured = Measured(**kept["measured"])
-        return cls(trial.number, kept["keys"], measured, is_own=kept.get(PRESET) == 0)
+        attributes = trial.user_attrs
+        measured = Measured(**attributes["measured"])
+        return cls(trial.number, attributes["keys"], measured, is_own=attributes.get(PRESET) == 0)
 
 
 def search(
@@ -89,9 +89,9 @@ def search(
         study.tell(stopped.number, state=TrialState.FAIL)
     # A run that goes on must not draw what it drew before.
     study.sampler = TPESampler(seed=len(study.get_trials(deepcopy=False)))
-    known = {trial.user_attrs.get(PRESET) for trial in study.get_trials(states=_UNBROKEN)}
+    tried_presets = {trial.user_attrs.get(PRESET) for trial in study.get_trials(states=_UNBROKEN)}
     for number, parameters in enumerate(space.presets()):
-        if number not in known:
+        if number not in tried_presets:
             study.enqueue_trial(parameters, user_attrs={PRESET: number})
     while len(_finished_trials(study)) < trials:
         trial = study.ask()
