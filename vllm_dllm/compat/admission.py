@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -111,8 +110,3 @@ def admit_prompt(
 # from `vllm/v1/worker/gpu/sample/logit_bias.py`, which imports the worker's modules.
 MAX_ALLOWED_TOKENS = 1024
 MAX_STOP_TOKENS = 128
-
-
-def max_bad_word_tokens() -> int:
-    """Returns how many tokens all bad words of a request may have together."""
-    return envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

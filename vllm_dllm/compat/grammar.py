@@ -4,9 +4,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
-from vllm.config import ModelConfig, StructuredOutputsConfig
+from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
@@ -35,11 +34,6 @@ def serialize_grammar(wanted: StructuredOutputsParams, config: StructuredOutputs
     return serialize_guidance_grammar(
         kind, spec, config.disable_any_whitespace, config.disable_additional_properties
     )
-
-
-def get_tokenizer(model_config: ModelConfig) -> Any:
-    """Returns this process' tokenizer, which the first call loads."""
-    return cached_tokenizer_from_config(model_config)
 
 
 def make_llguidance_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:

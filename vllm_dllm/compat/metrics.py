@@ -53,10 +53,8 @@ def set_metrics(canvas_class: Callable[..., Any], draft_class: Callable[..., Any
                 per_engine_labelvalues: dict[int, list[object]],
                 is_diffusion: bool = False,
             ) -> None:
-                super().__init__(
-                    speculative_config, labelnames, per_engine_labelvalues, is_diffusion
-                )
                 labels = (labelnames, per_engine_labelvalues)
+                super().__init__(speculative_config, *labels, is_diffusion)
                 self.canvas_metrics = canvas_class(*labels) if is_diffusion else None
                 drafts = is_dflash(speculative_config)
                 self.draft_metrics = draft_class(*labels) if drafts else None

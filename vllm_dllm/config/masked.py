@@ -139,9 +139,8 @@ def check_asked_blocks(asked: int | None, served: int) -> None:
 def check_verified(acceptance: str | None, family: Family | None, blocks_in_flight: int) -> None:
     """Raises ValueError if `acceptance` asks for verified drafts and the server's canvas has no
     room for the second copy of a block that `family`, which takes them, needs."""
-    if acceptance == "verified" and not architectures.takes_acceptance(
-        family, acceptance, blocks_in_flight
-    ):
+    takes_it = architectures.takes_acceptance(family, "verified", blocks_in_flight)
+    if acceptance == "verified" and not takes_it:
         raise ValueError(
             "diffusion_acceptance 'verified' needs room for two blocks in a canvas, and this "
             "server has room for one: start it with --additional-config "

@@ -8,17 +8,14 @@ before.
 
 import multiprocessing
 import os
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_dllm.config.workers import CPU_IMPORTS, CPU_WORKER
 from vllm_dllm.cpu import cores, fork_server
 from vllm_dllm.cpu.compat import cores as cpu_cores
 from vllm_dllm.cpu.compat import engine_processes
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -35,7 +32,7 @@ def install() -> None:
         engine_processes.set_engine_context(_fork_context)
 
 
-def _fork_context(config: "VllmConfig") -> engine_processes.Context | None:
+def _fork_context(config: VllmConfig) -> engine_processes.Context | None:
     """Returns the context that the engine's processes are forked from, and starts the fork server
     if there is none. None leaves the processes to vLLM: the workers are not ours or are bound to
     memory, or nothing can fork here, which is logged."""

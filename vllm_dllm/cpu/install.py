@@ -1,15 +1,13 @@
 """Prepares a process on a CPU, and the configuration of a model that it serves."""
 
 import os
-from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig
 
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
 from vllm_dllm.cpu import cores, forks, norm
 from vllm_dllm.cpu.compat import runner, triton_placeholder
 from vllm_dllm.cpu.compat.cores import available_cpu_count, shorten_busy_wait
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def install() -> None:
@@ -24,7 +22,7 @@ def install() -> None:
         shorten_busy_wait()
 
 
-def prepare(config: "VllmConfig") -> None:
+def prepare(config: VllmConfig) -> None:
     """Sets worker class and warm-up of a model that runner v2 will run on this CPU, in `config`,
     and variables in this process' environment, which the engine and its workers inherit."""
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:

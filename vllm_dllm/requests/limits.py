@@ -11,10 +11,11 @@ import reprlib
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS
 from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.options import RequestOptions
 
@@ -127,7 +128,7 @@ def check_sampler_limits(params: SamplingParams) -> None:
     for key, count, most, remedy in (
         ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ALLOWED_TOKENS, ""),
         ("stop_token_ids", len(stops), MAX_STOP_TOKENS, ", or leave out min_tokens"),
-        ("bad_words", bad_words, max_bad_word_tokens(), ""),
+        ("bad_words", bad_words, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, ""),
     ):
         if count > most:
             raise VLLMValidationError(

@@ -40,7 +40,6 @@ def install() -> None:
 
 
 def shows_tracebacks() -> bool:
-    """Whether the user wants to see tracebacks."""
     return "VLLM_LOGGING_LEVEL" in os.environ
 
 

@@ -9,18 +9,16 @@ import json
 import socket
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import transformers
 from huggingface_hub import constants
 from vllm import ModelRegistry, envs
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.drafters.layout import read_layout
-
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import EngineArgs
 
 _CONNECT_SECONDS = 3.0
 _CONFIGS = ("config.json", "params.json")
@@ -30,7 +28,7 @@ _TOKENIZERS = (
 )
 
 
-def check_models(arguments: "EngineArgs") -> None:
+def check_models(arguments: EngineArgs) -> None:
     """Raises ValueError if the model or the drafter in `arguments` is not there or not served."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()

@@ -4,10 +4,11 @@ numbers and lists that would end an engine or defeat a rule."""
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens
+from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS
 from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.limits import (
     check_allowed_tokens,
@@ -122,12 +123,12 @@ def of_lists(allowed: int = 1, stops: int = 0, bad: int = 0, min_tokens: int = 1
 
 
 def test_lists() -> None:
-    of_lists(MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, max_bad_word_tokens() // 2)
+    of_lists(MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS // 2)
     of_lists(stops=MAX_STOP_TOKENS + 1, min_tokens=0)  # the sampler does not see them
     for lists, message in (
         ({"allowed": MAX_ALLOWED_TOKENS + 1}, "allowed_token_ids must have at most 1024 tokens"),
         ({"stops": MAX_STOP_TOKENS + 1}, "got 129. Name fewer, or leave out min_tokens"),
-        ({"bad": max_bad_word_tokens()}, "bad_words must have at most 1024 tokens"),
+        ({"bad": envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS}, "bad_words must have at most 1024 tokens"),
     ):
         with pytest.raises(VLLMValidationError, match=message):
             of_lists(**lists)

@@ -149,9 +149,7 @@ class CpuCanvasImpl(cpu_attn.CPUAttentionBackendImpl):
             inputs = layer, query, key, value, kv_cache, attn_metadata, output
             super().forward(*inputs, *scales, **named_scales)
         for keys in canvas_keys:
-            canvases.attend_canvases(
-                query, kv_cache, keys, self.scale, output, self.logits_soft_cap
-            )
+            attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
         return output
 
 

@@ -243,18 +243,15 @@ def check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_
     if kv_cache_dtype == "auto":
         cache = torch.zeros(1, Hkv, block_size, 2 * D, dtype=dtype)
         halves = cache.view(1, Hkv, 2 * block_size, D).chunk(2, dim=2)
-        keys = torch.arange(block_size * Hkv * D).remainder(251).to(dtype)
-        keys = keys.view(block_size, Hkv, D)
+        keys = torch.arange(block_size * Hkv * D).view(block_size, Hkv, D).remainder(251).to(dtype)
         slots = torch.arange(block_size)
         write_cpu_kv_cache(
             keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
-        read_keys, read_values = _gather_blocks(
-            cache, torch.zeros(1, 1, dtype=torch.int64), slice(0, block_size)
-        )
-        if torch.equal(read_keys[0].permute(2, 0, 1), keys) and torch.equal(
-            read_values[0].transpose(0, 1), -keys
-        ):
+        first = torch.zeros(1, 1, dtype=torch.int64)
+        read_keys, read_values = _gather_blocks(cache, first, slice(0, block_size))
+        has_values = torch.equal(read_values[0].transpose(0, 1), -keys)
+        if has_values and torch.equal(read_keys[0].permute(2, 0, 1), keys):
             return
     raise ValueError(
         f"The reference window rule and verified drafts on CPUs need a KV cache with transposed "

@@ -19,9 +19,8 @@ def split_into_blocks(common: CommonAttentionMetadata) -> CommonAttentionMetadat
     """Returns `common` with each block-causal request split into one bidirectional request per
     block, and with causal requests in place of verifying ones. Rows stay where they are. Returns
     `common` itself if all requests are causal or bidirectional."""
-    if not isinstance(common.causal, torch.Tensor) or (
-        int(common.causal.max()) <= 1 and int(common.causal.min()) >= 0
-    ):
+    causal = common.causal
+    if not isinstance(causal, torch.Tensor) or 0 <= int(causal.min()) <= int(causal.max()) <= 1:
         return common
     num_reqs = common.num_reqs
     bounds = common.query_start_loc[: num_reqs + 1].numpy().astype(np.int64)

@@ -52,8 +52,7 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
     although there is no Triton, and to obey `VLLM_USE_V2_MODEL_RUNNER`. Other models keep vLLM's
     choice. Repeatable.
 
-    `prepare` is called with each configuration that uses runner v2, and may change it in place.
-    """
+    `prepare` is called with each configuration that uses runner v2, and may change it in place."""
 
     def make_choice(stock: property) -> property:
         """Returns vLLM's property `stock`, except that it is true for our models."""
@@ -67,16 +66,14 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
 
         return property(use_v2_model_runner)
 
-    def validate_v2_model_runner(self: VllmConfig) -> None:
+    def validate(self: VllmConfig) -> None:
         """Prepares the configuration. Raises ValueError for other gaps than Triton."""
         if unsupported := self._get_v2_model_runner_unsupported_features():
             raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
         prepare(self)
 
     patch("config.vllm:VllmConfig.use_v2_model_runner", make_choice)
-    patch(
-        "config.vllm:VllmConfig._validate_v2_model_runner", lambda stock: validate_v2_model_runner
-    )
+    patch("config.vllm:VllmConfig._validate_v2_model_runner", lambda stock: validate)
 
 
 def fit_dflash_inputs(native: Callable[..., None], vllm_version: str) -> Callable[..., None]:

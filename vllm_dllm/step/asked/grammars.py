@@ -13,10 +13,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.compat.grammar import get_tokenizer, serialize_grammar
+from vllm_dllm.compat.grammar import serialize_grammar
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
@@ -113,7 +114,8 @@ class CanvasGrammars:
         assert params.structured_outputs is not None
         reasoning = None if options.reasoning is None else Reasoning(*options.reasoning)
         model_config = self._config.model_config
-        grammars = grammar_compiler(get_tokenizer(model_config), model_config.get_vocab_size())
+        tokenizer = cached_tokenizer_from_config(model_config)
+        grammars = grammar_compiler(tokenizer, model_config.get_vocab_size())
         text = serialize_grammar(params.structured_outputs, self._config.structured_outputs_config)
         exclusions = parse_exclusions(params, options.constrained, grammars.vocabulary.size)
         return grammars.start_state(text, stops, exclusions, params.min_tokens, reasoning)
