@@ -18,6 +18,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": TEXT},
     "responses": {"input": TEXT},
     "messages": {"messages": MESSAGES, "max_tokens": CANVAS},
+    "invocations": {"messages": MESSAGES},
 }
 WIDE = {"type": "object", "properties": {"a": {"const": "a long text " * 3}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -31,6 +32,10 @@ def server_lives_on(server: Server):
     assert json.loads(answer)["choices"][0]["message"]["content"]
 
 
+def url(path: str) -> str:
+    return "/invocations" if path == "invocations" else f"/v1/{path}"
+
+
 def held_to(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """By the field that a route has for it."""
     named = {"name": "answer", "schema": schema}
@@ -40,6 +45,7 @@ def held_to(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "completions": chat,
         "responses": {"text": {"format": {"type": "json_schema", **named}}},
         "messages": {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        "invocations": chat,
     }
 
 
@@ -49,7 +55,7 @@ def everywhere(**members: Any) -> dict[str, dict[str, Any]]:
 
 def except_messages(**members: Any) -> dict[str, dict[str, Any]]:
     """On routes that take vLLM's own parameters."""
-    return dict.fromkeys(("chat/completions", "completions", "responses"), members)
+    return dict.fromkeys(("chat/completions", "completions", "responses", "invocations"), members)
 
 
 def with_few_tokens(members: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -123,13 +129,25 @@ def test_a_mistake_is_found_before_the_answer_begins(
     """Its HTTP status says so, and the log has one line for it."""
     by_path, message = MISTAKES[name]
     body = {"model": server.model, **ROUTES[path], "stream": stream, **by_path[path]}
-    seen = len(server.log.read_bytes())
-    with pytest.raises(HTTPError) as refused:
-        server.read(f"/v1/{path}", body)
-    assert refused.value.code == 400
-    answer = json.load(refused.value)
+    answer = refused(server, path, body, "400 Bad Request")
     assert (answer.get("type") == "error") == (path == "messages"), answer  # each in its form
     assert message in answer["error"]["message"]
+
+
+# /invocations serves its one model whatever the request says.
+@pytest.mark.parametrize("path", [path for path in ROUTES if path != "invocations"])
+def test_a_model_that_is_not_served(server: Server, path: str) -> None:
+    answer = refused(server, path, {**ROUTES[path], "model": "nope"}, "404 Not Found")
+    assert "nope" in answer["error"]["message"]
+
+
+def refused(server: Server, path: str, body: dict[str, Any], status: str) -> Any:
+    """The answer to a mistake, for which the log has one line."""
+    seen = len(server.log.read_bytes())
+    with pytest.raises(HTTPError) as error:
+        server.read(url(path), body)
+    assert error.value.code == int(status[:3])
     lines = server.log.read_bytes()[seen:].decode().splitlines()
-    ours = [line for line in lines if "/v1/" in line or "rror" in line or "Traceback" in line]
-    assert len(ours) == 1 and "INFO" in ours[0] and "400 Bad Request" in ours[0], ours
+    ours = [line for line in lines if url(path) in line or "rror" in line or "Traceback" in line]
+    assert len(ours) == 1 and "INFO" in ours[0] and status in ours[0], ours
+    return json.load(error.value)

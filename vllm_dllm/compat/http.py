@@ -14,9 +14,10 @@ from vllm_dllm.compat.patching import is_server, wrap
 from vllm_dllm.compat.usage import TokenCounter, count_http_request, count_results
 
 MESSAGES = "/v1/messages"
+INVOCATIONS = "/invocations"
 ROUTES = {
     *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
-    *(MESSAGES, "/v1/responses"),
+    *(MESSAGES, "/v1/responses", INVOCATIONS),
 }
 """Routes that generate answers and take a JSON body."""
 
@@ -49,12 +50,24 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
         prompt = admit_prompt(self.engine_client, prompt, params, request_id, options)
         return stock(self, request_id, prompt, params, *args, **options)
 
-    logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_server_error)
+    for module in _LOGS_MISTAKES:
+        logging.getLogger(f"vllm.entrypoints.{module}").addFilter(_is_server_error)
+
+
+_LOGS_MISTAKES = (
+    "anthropic.api_router",
+    *("openai.chat_completion.serving", "openai.chat_completion.batch_serving"),
+    "openai.responses.serving",
+)
+"""Modules of vLLM that log a client's mistake as an error."""
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Filters a log: whether a record is not of a client's mistake, which vLLM logs with a
-    traceback on `/v1/messages`. The access log has a line for it."""
+    """Filters a log: whether a record is not of a client's mistake. vLLM logs those with a
+    traceback on `/v1/messages`, and a model that is not served elsewhere. The access log has a line
+    for them."""
+    if record.msg == "Error with model %s":
+        return False
     return not (record.exc_info and isinstance(record.exc_info[1], VLLMClientError))
 
 
@@ -68,7 +81,7 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
     """
     if not is_server():
         return
-    from fastapi import Request
+    from fastapi import Depends, Request
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
     from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
@@ -93,6 +106,11 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
             except VLLMClientError as error:
                 raise (_MessageError(error) if route.path == MESSAGES else error) from error
 
+    async def validate_invocation(raw_request: Request) -> None:
+        """Does what `validate` does, on `INVOCATIONS` alone."""
+        if raw_request.scope["route"].path == INVOCATIONS:
+            await validate(raw_request)
+
     async def answer_message(request: Request, error: Exception) -> Any:
         from vllm.entrypoints.anthropic.api_router import translate_error_response
 
@@ -107,6 +125,8 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
     def init_exception_handler(stock: Any, app: Any) -> None:
         stock(app)
         app.dependency_overrides[validate_json_request] = validate
+        # Routes that are added later: SageMaker's, which replaces vLLM's route without its checks.
+        app.router.dependencies.append(Depends(validate_invocation))
         app.exception_handler(_MessageError)(answer_message)
         # Starlette looks for the handler of an exception's own class first.
         for kind in (AttributeError, LookupError):
@@ -117,8 +137,11 @@ async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
     """Returns the name and value of the member of the request's body that makes its validation
     crash: without it, the rest is valid or, if no member has a valid rest, is refused in order.
     Returns ("the body", body) if there is no such member, and None if validation does not crash."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
     kinds = get_type_hints(request.scope["route"].endpoint).values()
-    model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    models = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    model = next(models, ChatCompletionRequest)  # which /invocations tries first
     body = await request.json()
     if _validate(model, body) is not _CRASHES:
         return None

@@ -23,6 +23,8 @@ _CONTENT_NAMES = frozenset(
 _COMMON_NAMES = {"defaults", "limits", "logprobs", "prediction"}
 """Names of our settings and keys that other software uses as well. Outside of vllm_xargs they are
 not taken for misplaced keys."""
+_OTHER_NAMES = {"max_denoising_steps": "max_steps"}
+"""Names that `--diffusion-config` and `generation_config.json` have for our keys."""
 
 
 def check_request_body(
@@ -84,6 +86,7 @@ def _check_place(place: str, name: str) -> None:
     """Raises VLLMValidationError if a name outside of `vllm_xargs` is one of our settings or keys,
     or nearly so. `place` is the path of the object that has the name; "" is the body itself."""
     ours = normalize_name(name)
+    ours = _OTHER_NAMES.get(ours, ours)
     if ours in _COMMON_NAMES:
         return
     if ours == SECTION or (

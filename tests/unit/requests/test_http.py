@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -85,6 +85,11 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "offline's argument": ({"extra_args": {"diffusion_pinned": [1]}}, "got it in extra_args"),
     "a template's": ({"chat_template_kwargs": {"diffusion_max_steps": 1}}, "belongs in vllm_xargs"),
+    "in the words of --diffusion-config": (
+        {"max_denoising_steps": 1},
+        'max_denoising_steps belongs in vllm_xargs, got it in the body. Write "vllm_xargs": '
+        '{"diffusion_max_steps": ...}',
+    ),
     "a setting": ({"commit_last_block": True}, "commit_last_block is a setting of the server"),
     "settings": ({"vllm_dllm": {"window_rule": "x"}}, "vllm_dllm is a setting of the server"),
     "a rule for both": ({"window_rule": "x"}, '"vllm_xargs": {"diffusion_window_rule": ...}'),
@@ -164,6 +169,10 @@ def client() -> TestClient:
     @app.post("/completion")
     def completion(body: CompletionRequest) -> None: ...
 
+    @app.post("/invocations")
+    async def invocations(raw_request: Request) -> None:
+        ChatCompletionRequest.model_validate(await raw_request.json())
+
     @app.post("/ours")
     def ours(body: CompletionRequest) -> Any:
         return {}["a mistake of the server's"]
@@ -178,7 +187,7 @@ def post(client: TestClient, path: str, member: str) -> tuple[int, dict[str, Any
 
 
 @pytest.mark.parametrize("value", ["NaN", "5", '"json"', "[1]", "true"])
-@pytest.mark.parametrize("path", ["/chat", "/completion"])
+@pytest.mark.parametrize("path", ["/chat", "/completion", "/invocations"])
 def test_structured_outputs_of_another_type(client: TestClient, path: str, value: str) -> None:
     status, error = post(client, path, f'"structured_outputs": {value}')
     assert status == 400, error

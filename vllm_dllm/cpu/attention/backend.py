@@ -23,7 +23,7 @@ from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import set_kernel_isa
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.cpu.attention import canvases
-from vllm_dllm.cpu.attention.canvases import CanvasKeys, CanvasLayout
+from vllm_dllm.cpu.attention.canvases import CanvasKeys, CanvasLayout, attend_canvases
 from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_blocks
 
 
