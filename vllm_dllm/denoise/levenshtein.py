@@ -60,7 +60,7 @@ def begin_round(
 
 
 def write_candidates(
-    found: Round,
+    step: Round,
     candidates: Candidates,  # [n, C]
     otherwise: torch.Tensor,  # [n, C] int64, used for candidates that delete or insert where the
     # step may not
@@ -73,21 +73,21 @@ def write_candidates(
 ) -> torch.Tensor:
     """Returns [n, C] int64: the canvas with this step's candidates written, delete and split tokens
     included. Changes no argument."""
-    hidden = found.hidden
-    fresh = (hidden & ~found.original).sum(dim=-1)
+    hidden = step.hidden
+    fresh = (hidden & ~step.original).sum(dim=-1)
     shown = reveal_candidates(candidates, hidden, rules._replace(least=rules.least + fresh))
-    shown = torch.where((reveals_all | found.is_last)[:, None], hidden, shown)
+    shown = torch.where((reveals_all | step.is_last)[:, None], hidden, shown)
     is_likely = candidates.probability > edit_threshold[:, None]
-    changed = ~hidden & is_likely & (candidates.tokens != found.canvas)
-    if found.valid is not None:
-        changed &= found.valid
+    changed = ~hidden & is_likely & (candidates.tokens != step.canvas)
+    if step.valid is not None:
+        changed &= step.valid
     moves = (candidates.tokens == edit_tokens.delete) | (candidates.tokens == edit_tokens.split)
-    tokens = torch.where(found.keeps_places[:, None] & moves, otherwise, candidates.tokens)
+    tokens = torch.where(step.keeps_places[:, None] & moves, otherwise, candidates.tokens)
     if by_grammar is not None:
         shown = torch.where(by_grammar.is_chosen[:, None], hidden & by_grammar.revealed, shown)
         tokens = torch.where(by_grammar.tokens >= 0, by_grammar.tokens, tokens)
         changed &= ~by_grammar.is_ruled[:, None]
-    return torch.where(shown | changed, tokens, found.canvas)
+    return torch.where(shown | changed, tokens, step.canvas)
 
 
 class Moved(NamedTuple):
@@ -97,13 +97,13 @@ class Moved(NamedTuple):
     original: torch.Tensor  # [n, C] bool, as in `Round`
 
 
-def delete_and_insert(found: Round, written: torch.Tensor, tokens: EditTokens) -> Moved:
+def delete_and_insert(step: Round, written: torch.Tensor, tokens: EditTokens) -> Moved:
     """Returns the blocks after the delete and split tokens in `written` [n, C] int64 are carried
     out. Each position of the result looks up where its token comes from."""
     is_split = written == tokens.split
     counts = 1 + is_split.long() - (written == tokens.delete).long()
-    if found.valid is not None:
-        counts *= found.valid
+    if step.valid is not None:
+        counts *= step.valid
     ends = counts.cumsum(dim=-1)
     place = torch.arange(written.shape[-1], device=written.device).expand_as(written)
     source = torch.searchsorted(ends, place.contiguous(), right=True)
@@ -111,10 +111,10 @@ def delete_and_insert(found: Round, written: torch.Tensor, tokens: EditTokens) -
     source = source.clamp(max=written.shape[-1] - 1)
     was_split = is_split.gather(-1, source)
     is_new |= was_split & (place == ends.gather(-1, source) - 2)
-    kept = torch.where(was_split, found.canvas.gather(-1, source), written.gather(-1, source))
+    kept = torch.where(was_split, step.canvas.gather(-1, source), written.gather(-1, source))
     return Moved(
         canvas=torch.where(is_new, tokens.mask, kept),
-        original=found.original.gather(-1, source) & ~is_new,
+        original=step.original.gather(-1, source) & ~is_new,
     )
 
 

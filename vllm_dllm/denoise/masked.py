@@ -131,21 +131,21 @@ def masked_step(
     """
     hidden = ~revealed if valid is None else ~revealed & valid
     eligible = hidden if parts is None else hidden_in_first_part(hidden, parts, rules.least)
-    found = reveal_candidates(candidates, eligible, rules)
+    reveals = reveal_candidates(candidates, eligible, rules)
     if ahead is not None:
         assert parts is not None, "an early part is one of several"
-        found |= hidden_ahead(hidden, parts, ahead) & (
+        reveals |= hidden_ahead(hidden, parts, ahead) & (
             candidates.probability > ahead.threshold[:, None]
         )
     if by_grammar is not None:
-        found = torch.where(by_grammar.is_chosen[:, None], hidden & by_grammar.revealed, found)
+        reveals = torch.where(by_grammar.is_chosen[:, None], hidden & by_grammar.revealed, reveals)
         chosen = torch.where(by_grammar.tokens >= 0, by_grammar.tokens, candidates.tokens)
         candidates = candidates._replace(tokens=chosen)
     changed = None if edits is None else changed_tokens(candidates, canvas, revealed, edits)
     kept = revealed if changed is None else revealed & ~changed
     tokens = torch.where(kept, canvas, candidates.tokens)
-    shown = revealed | found
-    left = hidden_before_stop(hidden & ~found, tokens, shown, stops)
+    shown = revealed | reveals
+    left = hidden_before_stop(hidden & ~reveals, tokens, shown, stops)
     outcome = MaskedOutcome(
         canvas=torch.where(shown, tokens, mask_id),
         tokens=tokens,

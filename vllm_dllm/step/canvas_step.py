@@ -151,13 +151,13 @@ class CanvasStep(ABC):
         if self.requests.observers.are_watching(batch):
             shown = _show_canvases(inputs, denoised, settled, canvas)
             self.requests.observers.show_step(shown, batch, input_batch.req_ids)
-        self._count(inputs, denoised, settled)
+        self._count_canvases(inputs, denoised, settled)
         rejected = batch.lengths
         if settled.committed is not None:
             rejected = rejected - settled.committed
         return StepResult(settled.best_guess, settled.emitted, rejected, logprobs)
 
-    def _count(self, inputs: StepInputs, denoised: Denoised, settled: Settled) -> None:
+    def _count_canvases(self, inputs: StepInputs, denoised: Denoised, settled: Settled) -> None:
         """Sets `_numbers` to the step's numbers, if somebody counts or an answer needs them."""
         cut = self.requests.grammars.cut_answers(inputs.batch)
         needs_numbers = denoised.is_committed is not None or inputs.drafts is not None or cut

@@ -37,7 +37,7 @@ class PlainSettled(NamedTuple):
     """What became of n canvases. The rest is in their slots."""
 
     told: torch.Tensor  # [n * C + 2 * n] int32: `best_guess`, `emitted`, `rejected`
-    flags: torch.Tensor  # [3, n] bool: `ended`, `at_once`, `cut`
+    flags: torch.Tensor  # [3, n] bool: blocks after which another one starts, `at_once`, `cut`
     counted: torch.Tensor  # [NAMES, n] fp32, for `CanvasNumbers`
 
     @property
@@ -56,11 +56,6 @@ class PlainSettled(NamedTuple):
     def rejected(self) -> torch.Tensor:
         """Returns [n] int32: how many tokens later steps compute again."""
         return self.told[-self.flags.shape[1] :]
-
-    @property
-    def ended(self) -> torch.Tensor:
-        """Returns [n] bool: blocks after which another one starts."""
-        return self.flags[0]
 
     @property
     def at_once(self) -> torch.Tensor:
