@@ -63,6 +63,7 @@ class CanvasHub:
     first feed."""
 
     def __init__(self, folder: Path) -> None:
+        """Chooses a name for the socket in `folder`, and opens nothing yet."""
         self._name = new_random_name()
         self._path = socket_path(folder, self._name)
         self._feeds: dict[bytes, Feed] = {}

@@ -24,8 +24,10 @@ class CanvasRow(NamedTuple):
 
 
 class CanvasNumbers(NamedTuple):
-    # Lists, because sending small arrays between processes takes longer.
-    """Numbers of a step's n canvases, some of which are known before the step has run."""
+    """Numbers of a step's n canvases. Only `values` is not known before the step has run.
+
+    Most fields are lists, because sending small arrays between processes takes longer.
+    """
 
     requests: list[int]  # [n] indices in the step's batch
     lengths: list[int]  # [n] canvas positions
@@ -46,18 +48,18 @@ class CanvasNumbers(NamedTuple):
     def rows(self) -> Iterator[CanvasRow]:
         """Yields the numbers of each canvas. Call it when the step's tokens are valid."""
         # Plain Python: between steps numpy's code is not in the caches.
-        of = dict(zip(self.names, self.values.tolist(), strict=True))
-        causes = [cause for cause in ("converged", "revealed") if cause in of]
-        denoises, finished = of["denoises"], of["finished"]
+        columns = dict(zip(self.names, self.values.tolist(), strict=True))
+        causes = [cause for cause in ("converged", "revealed") if cause in columns]
+        denoises, finished = columns["denoises"], columns["finished"]
         for i, (request, length) in enumerate(zip(self.requests, self.lengths, strict=True)):
             cause = None
             if finished[i]:
-                cause = next((name for name in causes if of[name][i]), "step_cap")
+                cause = next((name for name in causes if columns[name][i]), "step_cap")
             yield CanvasRow(
                 request,
                 length,
-                int(of["step"][i]) if denoises[i] else 0,
-                int(of["accepted"][i]),
-                of["entropy"][i] / length,
+                int(columns["step"][i]) if denoises[i] else 0,
+                int(columns["accepted"][i]),
+                columns["entropy"][i] / length,
                 cause,
             )

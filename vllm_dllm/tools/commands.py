@@ -152,9 +152,7 @@ COMMANDS = {
         ),
         _arg("-o --out", "folder to write; must not exist", Path),
         _arg(
-            "--calibration PROMPTS.jsonl",
-            f"nvfp4: prompts to denoise, one {_ROW} per line",
-            Path,
+            "--calibration PROMPTS.jsonl", f"nvfp4: prompts to denoise, one {_ROW} per line", Path
         ),
         _flag(
             "--dry-run",
@@ -230,10 +228,7 @@ COMMANDS = {
         ),
         *_OF_TASKS,
         _arg(
-            "-o --out FOLDER",
-            "where eval.json and eval.png are written",
-            Path,
-            Path("evaluation"),
+            "-o --out FOLDER", "where eval.json and eval.png are written", Path, Path("evaluation")
         ),
     ),
     "tune": Command(

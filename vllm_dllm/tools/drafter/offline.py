@@ -71,7 +71,7 @@ def replay(
 def _replay_rows(
     target: Target, drafter: DFlashDrafter, rows: list[KnownSequence], draft_width: int
 ) -> list[Replayed]:
-    """Does what `replay` does for sequences that fit into one forward of the target."""
+    """Returns what `replay` returns, for sequences that fit into one forward of the target."""
     tokens = pad_sequences(rows, target.device)
     lengths = torch.tensor([len(row.tokens) for row in rows], device=target.device)
     first = torch.tensor([row.first_anchor for row in rows], device=target.device)

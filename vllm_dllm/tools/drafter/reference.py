@@ -30,12 +30,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
 from vllm_dllm.errors import InputError
@@ -71,10 +66,7 @@ def drafter_config(
         use_cache=False,
         block_size=block_size,
         num_target_layers=target.num_hidden_layers,
-        dflash_config={
-            "mask_token_id": mask_token_id,
-            "target_layer_ids": list(target_layer_ids),
-        },
+        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(target_layer_ids)},
         **{name: getattr(target, name) for name in FROM_TARGET},
     )
 
@@ -92,12 +84,12 @@ class DFlashDrafter(nn.Module):
         self.target_layer_ids: list[int] = config.dflash_config["target_layer_ids"]
         states_size = len(self.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(states_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+            qwen3.Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers)
         )
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = Qwen3RotaryEmbedding(config)  # holds no weights
+        self.norm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = qwen3.Qwen3RotaryEmbedding(config)  # holds no weights
 
     def context_kv(
         self,
@@ -113,7 +105,7 @@ class DFlashDrafter(nn.Module):
             heads = (*context.shape[:-1], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(context).view(heads)).transpose(1, 2)
             values = attention.v_proj(context).view(heads).transpose(1, 2)
-            keys_values.append((apply_rotary_pos_emb(keys, keys, *rotation)[1], values))
+            keys_values.append((qwen3.apply_rotary_pos_emb(keys, keys, *rotation)[1], values))
         return keys_values
 
     def forward(
@@ -170,6 +162,7 @@ class Target:
     """A frozen causal language model of transformers. Its weights get no gradients."""
 
     def __init__(self, model: PreTrainedModel):
+        """Sets `model` to eval mode and freezes it, in place."""
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         self.device = model.device

@@ -34,6 +34,7 @@ def build_report(
     predicted = predictor.predict_widths(held_out.logits) + 1  # with the anchor
     chosen = torch.searchsorted(torch.tensor(sizes), predicted)
     labels = held_out.labels(fixed)
+    commonest = training.labels(fixed).mode().values
     policies = {
         "blockpilot": chosen,
         "best_fixed": torch.full_like(labels, fixed),
@@ -41,10 +42,11 @@ def build_report(
     }
     numbers = {name: _measure_policy(held_out, sizes, index) for name, index in policies.items()}
     numbers["best_fixed"]["block_size"] = sizes[fixed]
-    tau = {name: _select(held_out.tau, index) for name, index in policies.items()}
-    room = numbers["oracle"]["tau"] - numbers["best_fixed"]["tau"]
-    gain = numbers["blockpilot"]["tau"] - numbers["best_fixed"]["tau"]
-    low, high = _confidence_interval(tau["blockpilot"] - tau["best_fixed"], seed)
+    fixed_tau = numbers["best_fixed"]["tau"]
+    room = numbers["oracle"]["tau"] - fixed_tau
+    gain = numbers["blockpilot"]["tau"] - fixed_tau
+    gains = _select(held_out.tau, chosen) - _select(held_out.tau, policies["best_fixed"])
+    low, high = _confidence_interval(gains, seed)
     share = gain / room if room > 0 else 0.0
     return {
         "variant": predictor.config.variant,
@@ -54,19 +56,14 @@ def build_report(
             str(size): _measure_policy(held_out, sizes, torch.full_like(labels, i))
             for i, size in enumerate(sizes)
         },
-        "gain_over_best_fixed": gain / numbers["best_fixed"]["tau"],
-        "gain_95_percent": [bound / numbers["best_fixed"]["tau"] for bound in (low, high)],
-        "oracle_over_best_fixed": room / numbers["best_fixed"]["tau"],
+        "gain_over_best_fixed": gain / fixed_tau,
+        "gain_95_percent": [bound / fixed_tau for bound in (low, high)],
+        "oracle_over_best_fixed": room / fixed_tau,
         "share_of_oracle": share,
         "better_than_best_fixed": low > 0,
-        "looks_like_a_leak": bool(
-            share >= LEAK_SHARE and room >= LEAST_ROOM * numbers["best_fixed"]["tau"]
-        ),
+        "looks_like_a_leak": share >= LEAK_SHARE and room >= LEAST_ROOM * fixed_tau,
         "accuracy": (chosen == labels).double().mean().item(),
-        "accuracy_of_the_commonest_label": (labels == training.labels(fixed).mode().values)
-        .double()
-        .mean()
-        .item(),
+        "accuracy_of_the_commonest_label": (labels == commonest).double().mean().item(),
         "labels": {
             str(size): [int((data.labels(fixed) == i).sum()) for data in (training, held_out)]
             for i, size in enumerate(sizes)

@@ -117,7 +117,9 @@ def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Complet
     return answer_all
 
 
-def collect(prompts: Sequence[list[int]], completer: Completer, path: Path) -> list[KnownSequence]:
+def collect_answers(
+    prompts: Sequence[list[int]], completer: Completer, path: Path
+) -> list[KnownSequence]:
     """Completes the prompts that `path` has no line for yet, and appends their lines. Returns the
     sequences of all lines, also of those that a stopped run has written.
 

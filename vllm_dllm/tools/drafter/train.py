@@ -22,7 +22,7 @@ from vllm_dllm.tools.drafter.fit import STATE_FILE, TrainingOptions, fit
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
-    collect,
+    collect_answers,
     complete,
     make_server_completer,
     read_buffer,
@@ -81,7 +81,7 @@ def train(
     run.start()
     if questions:
         ask = ask or (lambda batch: complete(model, batch, settings.max_tokens))
-        sequences = collect(questions, ask, run.partial / COMPLETIONS_FILE)
+        sequences = collect_answers(questions, ask, run.partial / COMPLETIONS_FILE)
     drafter = start or _new_drafter(config, settings.seed)
     log = fit(model, drafter.train().to(device), sequences, settings, run.partial)
     dflash: dict[str, Any] = config.dflash_config

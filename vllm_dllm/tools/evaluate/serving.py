@@ -16,13 +16,7 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate.harness import HARNESS_LOG
 from vllm_dllm.tools.evaluate.tasks import longest_answer
 from vllm_dllm.tools.scrape import SERVER_ENVIRONMENT, SERVER_OPTIONS, post_json
-from vllm_dllm.tools.server_process import (
-    ENDING_SECONDS,
-    HOST,
-    Server,
-    choose_port,
-    serve_command,
-)
+from vllm_dllm.tools.server_process import ENDING_SECONDS, HOST, Server, choose_port, serve_command
 from vllm_dllm.tools.terminal import wait_on_console
 
 CONTEXT = 1024  # tokens; enough for held-out prompts and their answers

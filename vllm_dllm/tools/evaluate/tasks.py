@@ -23,14 +23,7 @@ from vllm_dllm.errors import InputError
 DEFAULT_TOKENS = 256
 """The longest answer, in tokens, of a task that sets none: `max_gen_toks` of the harness's
 clients."""
-MALFORMED = (
-    yaml.YAMLError,
-    jinja2.TemplateError,
-    ImportError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
+MALFORMED = (yaml.YAMLError, jinja2.TemplateError, ImportError, LookupError, TypeError, ValueError)
 """The errors that lm-evaluation-harness raises for a task file that it cannot use."""
 
 

@@ -44,9 +44,10 @@ def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> 
 class InputRanges:
     """Records the largest inputs of a model's quantised linears."""
 
-    def __init__(self) -> None:
-        # By input group: [1] or [num_experts] fp32, on the model's device.
-        self.largest: dict[str, torch.Tensor] = {}
+    def __init__(self, largest: dict[str, torch.Tensor]) -> None:
+        """`largest` has the ranges so far by input group, [1] or [num_experts] fp32 on the model's
+        device. It is changed in place."""
+        self.largest = largest
 
     @contextmanager
     def watch(self, model: DiffusionGemmaForBlockDiffusion) -> Iterator[None]:
@@ -131,8 +132,7 @@ def calibrate(
         checkpoint, dtype="auto", experts_implementation="eager"
     )
     model.to(device).eval()
-    ranges = InputRanges()
-    ranges.largest = {group: torch.tensor(v, device=device) for group, v in known_ranges.items()}
+    ranges = InputRanges({g: torch.tensor(v, device=device) for g, v in known_ranges.items()})
     for i in range(num_done, len(prompts)):
         torch.manual_seed(i)
         with torch.no_grad(), ranges.watch(model):

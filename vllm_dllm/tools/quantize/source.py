@@ -6,13 +6,8 @@ from typing import Any
 
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.weight_files import (
-    INDEX_FILE,
-    UNQUANTISED_BYTES,
-    TensorInfo,
-    read_json,
-    read_shards,
-)
+from vllm_dllm.quantization import weight_files
+from vllm_dllm.quantization.weight_files import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ def read_source(path: Path) -> Source:
     """
     if not (path / "config.json").exists():
         raise InputError(f"{path} is not the folder of a checkpoint: it has no config.json")
-    config = read_json(path / "config.json")
+    config = weight_files.read_json(path / "config.json")
     served = {DIFFUSION_GEMMA, *FAMILIES}
     if served.isdisjoint(config.get("architectures") or ()):
         raise InputError(
@@ -59,12 +54,13 @@ def read_source(path: Path) -> Source:
             f"{path / 'config.json'} has a quantization_config ({method}): {path} is quantised "
             f"already; start from the unquantised checkpoint"
         )
-    shards = read_shards(path)
+    shards = weight_files.read_shards(path)
     for file, tensors in shards.items():
         for name, info in tensors.items():
-            if info.dtype not in UNQUANTISED_BYTES:
+            if info.dtype not in weight_files.UNQUANTISED_BYTES:
                 raise InputError(
                     f"{path / file}: {name} has the type {info.dtype}, expected an unquantised one "
-                    f"({', '.join(UNQUANTISED_BYTES)}): start from the unquantised checkpoint"
+                    f"({', '.join(weight_files.UNQUANTISED_BYTES)}): start from the unquantised "
+                    f"checkpoint"
                 )
-    return Source(path, config, shards, has_index=(path / INDEX_FILE).exists())
+    return Source(path, config, shards, has_index=(path / weight_files.INDEX_FILE).exists())

@@ -10,10 +10,11 @@ import torch
 
 from checkpoints.recipes.tokenizer import EOS_ID
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.drafter import sequences
 from vllm_dllm.tools.drafter.reference import Target
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
-    collect,
+    collect_answers,
     complete,
     make_server_completer,
     read_prompts,
@@ -55,8 +56,11 @@ def test_refuses_unusable_prompts(
 
 
 @torch.no_grad()
-def test_answers_are_greedy_and_in_order(target: Target, prompts: list[list[int]]) -> None:
-    for prompt, answer in zip(prompts, complete(target, prompts, MAX_TOKENS, 2), strict=True):
+def test_answers_are_greedy_and_in_order(
+    target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "BATCH_SIZE", 2)
+    for prompt, answer in zip(prompts, complete(target, prompts, MAX_TOKENS), strict=True):
         tokens = list(prompt)
         for token in answer:
             assert token == int(target.model(torch.tensor([tokens])).logits[0, -1].argmax())
@@ -85,11 +89,11 @@ def test_goes_on_behind_the_last_whole_line(tmp_path: Path, prompts: list[list[i
         return [[prompt[0], EOS_ID] for prompt in batch]
 
     expected = [KnownSequence([*p, p[0], EOS_ID], len(p)) for p in prompts]
-    assert collect(prompts, answer, path) == expected
+    assert collect_answers(prompts, answer, path) == expected
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
     asked.clear()
-    assert collect(prompts, answer, path) == expected
+    assert collect_answers(prompts, answer, path) == expected
     assert asked == prompts[3:]
     assert path.read_bytes() == b"".join(lines)
 
@@ -97,7 +101,7 @@ def test_goes_on_behind_the_last_whole_line(tmp_path: Path, prompts: list[list[i
 def test_leaves_out_answers_without_an_anchor(tmp_path: Path, prompts: list[list[int]]) -> None:
     path = tmp_path / "completions.jsonl"
     with pytest.raises(InputError, match="prompts with two tokens or more: give"):
-        collect(prompts, lambda batch: [[EOS_ID] for _ in batch], path)
+        collect_answers(prompts, lambda batch: [[EOS_ID] for _ in batch], path)
 
 
 @pytest.fixture
