@@ -37,7 +37,7 @@ def return_revealed_steps() -> None:
 
     @wrap("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs")
     def update(stock: Any, self: Any, lists: Any) -> None:
-        """Adds a step's log-probabilities as vLLM does, after removing packed steps from ranks."""
+        """Adds a step's log-probabilities as vLLM does, with packed steps moved out of ranks."""
         steps = lists.sampled_token_ranks >> _BITS
         if not steps.any():
             return stock(self, lists)
