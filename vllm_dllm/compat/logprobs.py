@@ -90,7 +90,6 @@ def cache_token_texts() -> None:
     vLLM decodes each one again: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls
     of the tokenizer, in the process that serves all clients.
     """
-
     known: dict[int, tuple[Any, dict[int, str]]] = {}  # by id of a tokenizer, which is kept
 
     @wrap("v1.engine.logprobs:convert_ids_list_to_tokens")
