@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm.compat.patching import is_server, wrap
 
@@ -57,13 +56,7 @@ def set_admission(
 
     @wrap("v1.engine.input_processor:InputProcessor.process_inputs")
     def process_inputs(
-        stock: Any,
-        self: InputProcessor,
-        request_id: str,
-        prompt: Any,
-        params: Any,
-        *args: Any,
-        **kwargs: Any,
+        stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
         if isinstance(prompt, AdmittedPrompt):
             prompt.request.request_id = request_id

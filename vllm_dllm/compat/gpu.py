@@ -39,7 +39,8 @@ def keep_during_sleep(model_config: ModelConfig) -> AbstractContextManager[None]
 
 @contextmanager
 def capture_graphs(vllm_config: VllmConfig, device: torch.device) -> Iterator[Capture]:
-    """Yields a function that captures CUDA graphs in vLLM's pool, which must not run at once."""
+    """Yields a function that runs its argument once, which compiles kernels, and then captures it
+    as a CUDA graph in vLLM's memory pool. Graphs of the pool must not run at once."""
     from vllm.compilation.cudagraph_pool import capture_pool  # no CPU loads it
     from vllm.distributed.parallel_state import graph_capture
 

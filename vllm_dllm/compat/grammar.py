@@ -49,7 +49,7 @@ def check_nesting(wanted: StructuredOutputsParams) -> None:
 
 
 def use_guidance(wanted: StructuredOutputsParams) -> None:
-    """Sets in `wanted`, in place, that vLLM's scheduler compiles its grammar with llguidance."""
+    """Makes vLLM compile the grammar with llguidance: sets private fields of `wanted` in place."""
     wanted._backend, wanted._backend_was_auto = BACKEND, True
 
 

@@ -37,7 +37,7 @@ def return_revealed_steps() -> None:
 
     @wrap("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs")
     def update(stock: Any, self: Any, lists: Any) -> None:
-        """Adds a step's log-probabilities as vLLM does, after removing packed steps from ranks."""
+        """Adds a step's log-probabilities as vLLM does, with packed steps moved out of ranks."""
         steps = lists.sampled_token_ranks >> _BITS
         if not steps.any():
             return stock(self, lists)
@@ -90,7 +90,6 @@ def cache_token_texts() -> None:
     vLLM decodes each one again: 20 prompts of 1,000 tokens with 20 alternatives are 420,000 calls
     of the tokenizer, in the process that serves all clients.
     """
-
     known: dict[int, tuple[Any, dict[int, str]]] = {}  # by id of a tokenizer, which is kept
 
     @wrap("v1.engine.logprobs:convert_ids_list_to_tokens")

@@ -24,7 +24,8 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
 
     @abstractmethod
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Returns the tensors of `items`, named as in `fields`. `options`: of the request."""
+        """Returns the tensors of `items`, named as in `fields`. `options`: the request's keyword
+        arguments for the processor."""
 
     @abstractmethod
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:

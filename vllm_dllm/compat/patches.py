@@ -280,5 +280,5 @@ ROOMS = {
     "In workers": WORKER,
     "On CPUs": CPU,
 }
-MOST = 45
+MOST = 43
 """Names that may be replaced. One more has to take the place of another."""

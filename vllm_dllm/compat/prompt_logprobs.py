@@ -30,12 +30,12 @@ def restrict_prompt_logprobs(runner: Any) -> None:
 
 
 class PromptOnlyLogprobs:
-    """Wraps vLLM's `PromptLogprobsWorker`: cuts off scores beyond the prompt, and erases tokens."""
+    """Wraps vLLM's `PromptLogprobsWorker`. Cuts off scores beyond the prompt, and erases the tokens
+    of requests that leave."""
 
     def __init__(self, stock: Any, all_token_ids: Any) -> None:
         """`stock`: vLLM's `PromptLogprobsWorker`. `all_token_ids`: vLLM's buffer of requests'
-        tokens, whose `.gpu` is [max_num_reqs, max_model_len] int32, and zeroed here when a request
-        leaves."""
+        tokens, whose `.gpu` is [max_num_reqs, max_model_len] int32."""
         self._stock, self._all_token_ids = stock, all_token_ids
         self._slots: dict[str, int] = {}
 
@@ -61,7 +61,8 @@ class PromptOnlyLogprobs:
         num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
         prompt_lens: np.ndarray,  # [max_num_reqs], by slot
     ) -> dict[str, LogprobsTensors]:
-        """Returns vLLM's scores by request id, without rows beyond the prompt, if any are left."""
+        """Returns vLLM's scores by request id, without rows beyond the prompt. Leaves out requests
+        that have no other rows."""
         found: dict[str, LogprobsTensors] = self._stock.compute_prompt_logprobs(
             logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
         )

@@ -45,7 +45,8 @@ SETTING = "inductor_choices_class"  # of Inductor
 
 def read_rows_once(vllm_config: VllmConfig) -> None:
     """Makes compiled graphs of this thread reduce each row in one pass on an NVIDIA GPU, unless the
-    user chose otherwise: changes `vllm_config`, in place, before the model's layers copy it."""
+    user chose otherwise: changes the compiler's settings in `vllm_config`, in place. Call it before
+    the model is built, which copies these settings."""
     settings = vllm_config.compilation_config.inductor_compile_config
     if current_platform.is_cuda() and SETTING not in settings:
         settings[SETTING] = RowsInRegisters  # for the keys of caches

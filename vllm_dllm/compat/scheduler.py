@@ -67,8 +67,7 @@ class SchedulerHooks(Scheduler):
         return output
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Hook. Called with a planned step, which it may change in place, before requests count
-        it."""
+        """Hook. Called with a planned step, to change it in place, before requests count it."""
 
     def output_counted(self, output: SchedulerOutput) -> None:
         """Hook. Called when requests have counted the step `output`, before the worker gets it."""
@@ -78,8 +77,8 @@ class SchedulerHooks(Scheduler):
 
     def request_stopped(self, request: Request, block_length: int, num_kept: int) -> None:
         """Hook. Called when `request` has ended with a block of `block_length` tokens, of which it
-        keeps the first `num_kept`. It has its cache blocks, unless it was preempted and computed no
-        tokens."""
+        keeps the first `num_kept`. It still has its cache blocks, unless it was preempted and has
+        no computed tokens."""
 
     def is_cut(self, request: Request) -> bool:
         """Hook. Returns whether the stop token that `request` ended with was only added because its
@@ -102,7 +101,8 @@ class SchedulerHooks(Scheduler):
         return outputs
 
     def prefill_end(self, request: Request, end: int) -> int:
-        """Hook. Returns where a chunk of `request`'s prompt must end, at most (and here) `end`."""
+        """Hook. Returns the position up to `end` at which a chunk of a prompt must end; here
+        `end`."""
         return end
 
     def take_new_blocks_to_zero(self) -> list[int]:
@@ -129,7 +129,7 @@ class SchedulerHooks(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """Adds tokens to a request, in place. Returns which it keeps, and if it has ended."""
+        """Adds tokens to a request, in place. Returns those it keeps, and whether it has ended."""
         block_length = len(new_token_ids)
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:

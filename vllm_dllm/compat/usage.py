@@ -131,7 +131,6 @@ def patch_usage() -> None:
     With vLLM before 0.33, also corrects `finish_reason` to `length` for an answer that was cut
     behind a tool call, unless it is streamed.
     """
-
     chat = "entrypoints.openai.chat_completion.serving"
 
     @wrap(f"{chat}:UsageInfo")

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 OWNER_ONLY_FILE, OWNER_ONLY_FOLDER = 0o600, 0o700
+_KIND = "it is a pipe or a socket"
 
 
 class LineFile:
@@ -62,7 +63,7 @@ def check_file(key: str, path: Path) -> None:
     try:
         # A pipe would hold up every step that its reader does not keep up with.
         if path.exists() and not (path.is_dir() or path.is_file() or path.is_char_device()):
-            raise OSError(None, "it is a pipe or a socket")
+            raise OSError(None, _KIND)
         LineFile(path).close()
     except OSError as error:
         raise ValueError(

@@ -60,7 +60,7 @@ def choose_compilation(vllm_config: VllmConfig) -> None:
 
 def reuse_compiled_models(vllm_config: VllmConfig) -> None:
     """Lets this worker load what an earlier start compiled, if it would compile the same: changes
-    vLLM's cache key in `vllm_config`, in place. Call it when threads are set. Repeatable."""
+    vLLM's cache key in `vllm_config`, in place. Call it when the number of threads is set."""
     from vllm_dllm.cpu.compat import compiled_models
 
     compiled_models.allow_loading_inductor_models()

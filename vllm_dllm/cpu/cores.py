@@ -27,8 +27,8 @@ SMALL_MACHINE_CORES = 8
 
 
 def choose_cores(by_worker: list[list[int]]) -> list[list[int]]:
-    """Returns the cores that each worker computes on, and logs them. `by_worker`: what it may
-    have."""
+    """Returns the ids of the cores that each worker computes on, and logs them. `by_worker`: the
+    ids of the cores that each may have."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     wanted = int(asked) if asked.isdigit() else 0  # 0: none asked for
     share = cpu_cores.available_cpu_count() // len(by_worker)  # a quota may allow less than all

@@ -142,7 +142,7 @@ class Bf16Experts(StockExperts):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Writes the experts' output [T, H] to `output`, without workspaces."""
+        """Writes the experts' output [T, H] to `output`. Does not use the workspaces."""
         if apply_router_weight_on_input:  # vLLM has already multiplied the inputs by the weights
             topk_weights = torch.ones_like(topk_weights)
         own_ids = topk_ids if expert_map is None else expert_map[topk_ids]

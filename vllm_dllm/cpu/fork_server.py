@@ -72,8 +72,8 @@ def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None =
 
 
 def find_fork_obstacle() -> str | None:
-    """Returns why a forked process would differ from a spawned one, as the end of a sentence, or
-    None."""
+    """Returns why a process forked now would differ from a spawned one, as the end of a sentence in
+    the log, or None if it would not."""
     if is_forked():
         return None
     if _environment is None:

@@ -47,8 +47,7 @@ def _prepare_server(parent: int) -> None:
             os._exit(1)
 
     def reset_child() -> None:
-        """Gives a forked child Python's own signals and exit, and keeps it from forking a
-        server."""
+        """Gives a forked child Python's own signals and exit, and no fork server of its own."""
         if os.getppid() != server:
             return  # a child's child, forked by hand
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

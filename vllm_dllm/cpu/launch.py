@@ -55,7 +55,8 @@ def kernel_name(fn: FunctionType) -> str:
 
 
 def jit(fn: FunctionType | None = None, **options: Any) -> Any:
-    """Returns the `CpuKernel` of `fn`, or a decorator. Options of `triton.jit` have no effect."""
+    """Returns the `CpuKernel` of `fn`, or a decorator if `fn` is None. Takes the place of
+    `triton.jit`, whose options only affect Triton's compiler."""
     if fn is None:
         return jit
     from vllm_dllm.cpu.kernels import NATIVE_KERNELS
@@ -66,7 +67,7 @@ def jit(fn: FunctionType | None = None, **options: Any) -> Any:
 def replace_kernels() -> None:
     """Replaces the kernels of vLLM's modules, loaded or not yet, by `CpuKernel`s. Repeatable."""
     triton_placeholder.set_triton_jit(jit)
-    modules = [module for name, module in sys.modules.items() if name.startswith("vllm.")]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]
     kernels = {
         id(value): jit(value)
         for module in filter(triton_placeholder.uses_triton_placeholder, modules)

@@ -103,16 +103,16 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
     monkeypatch.setattr(serving_config, "gpu_backend", lambda _: AttentionBackendEnum.CUSTOM)
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
     monkeypatch.setattr(serving_config, "current_platform", gpu)
-    for name in (
-        "set_scheduler_and_worker",
-        "limit_prompt_chunks",
-        "check_token_budget",
-        "read_denoise_config",
-        "default_max_num_seqs",
-        "choose_cuda_graphs",
-        "finish_config",
+    for owner, name in (
+        (serving_config, "set_scheduler_and_worker"),
+        (serving_config, "limit_prompt_chunks"),
+        (serving_config.checks, "check_token_budget"),
+        (serving_config, "read_denoise_config"),
+        (serving_config.steps, "default_max_num_seqs"),
+        (serving_config.steps, "choose_cuda_graphs"),
+        (serving_config, "finish_config"),
     ):
-        monkeypatch.setattr(serving_config, name, lambda *_: 8)
+        monkeypatch.setattr(owner, name, lambda *_: 8)
 
     def start(attention_config: AttentionConfig) -> list[str]:
         config = SimpleNamespace(

@@ -1,21 +1,16 @@
-"""What a start checks and sets: a drafter, words of the command line, wrong warnings, and a chat
-template that never ends."""
+"""What a start checks and sets: a drafter, words of the command line, and wrong warnings."""
 
 import json
 import logging
-import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import log_lines
 from vllm_dllm.compat.log_lines import WRONG_WARNINGS
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
-from vllm_dllm.startup.chat_template import check_chat_template
 from vllm_dllm.startup.installation import EXAMPLES, check_json_options
 
 SETTINGS = {"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}
@@ -118,49 +113,3 @@ def test_of_ours_and_of_others(logger: str, named: object, is_kept: bool) -> Non
     finally:
         logging.getLogger(logger).removeHandler(handler)
     assert [record.msg.startswith("Another") for record in heard] == [False, True][not is_kept :]
-
-
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-def in_a_file(folder: Path, template: str) -> Path:
-    (folder / "chat_template.jinja").write_text(template)
-    return folder / "chat_template.jinja"
-
-
-def in_the_tokenizer(folder: Path, template: str) -> Path:
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return folder / "tokenizer_config.json"
-
-
-@pytest.mark.parametrize("write", [in_a_file, in_the_tokenizer])
-def test_one_that_does_not_end(tmp_path: Path, write) -> None:
-    file = write(tmp_path, ENDLESS)
-    before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(ValueError) as refusal:
-        check_chat_template(tmp_path, limit_s=0.2)
-    assert str(refusal.value).startswith(
-        f"The chat template in {file} must end, got one that was not done with 'Hi' after 0.2 s."
-    )
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{ messages[0].content }}", "{% if %}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"],
-)
-def test_what_ends_is_left_to_vllm(tmp_path: Path, template: str) -> None:
-    in_a_file(tmp_path, template)
-    check_chat_template(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[1]", b'{"chat_template": [{}]}', b"{"])
-def test_files_that_hold_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tokenizer_config.json").write_bytes(content)
-    check_chat_template(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["diffusiongemma-tiny", "qwen3-tiny-target"])
-def test_ours(name: str) -> None:
-    check_chat_template(CHECKPOINTS / name)

@@ -90,8 +90,8 @@ class CpuCanvasMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
     def _lay_out_windows(
         self, common: CommonAttentionMetadata, rules: WindowRules, images: list[Image]
     ) -> list[CanvasLayout]:
-        """Returns the layout of the canvases under the reference rule, if any, and of each image
-        that is longer than the window. Layers of one window and block size share the first by
+        """Returns the layout of canvases under the reference rule, if any, and of each image longer
+        than the window. Layers of one window and block size share the canvases' by
         `rules.shared`."""
         key = (self.window_size, self.block_size)
         if key not in rules.shared:

@@ -121,8 +121,7 @@ class CanvasLayout:
         seq_lens: np.ndarray,  # [num_reqs]
         block_size: int,  # tokens of a cache block
     ) -> "CanvasLayout | None":
-        """Returns the layout of the second copies that a step verifies, or None if there are
-        none."""
+        """Returns the layout of the second copies that a step verifies; None if there are none."""
         context_lens = seq_lens - np.diff(query_start_loc)
         length = np.maximum(-causal, 1)
         firsts = (context_lens // length + 1) * length  # positions where the copies begin

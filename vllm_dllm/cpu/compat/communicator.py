@@ -33,8 +33,8 @@ class UnevenCpuCommunicator(CpuCommunicator):
     group must call a method together; each waits for the others."""
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Returns all ranks' `input_` concatenated along `dim`. Exchanges nothing for an empty
-        one."""
+        """Returns all ranks' `input_` concatenated along `dim`, without an exchange if it is
+        empty."""
         if input_.numel():
             return super().all_gather(input_, dim)
         shape = list(input_.shape)

@@ -34,7 +34,7 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
                 )
                 super().__init__(config)
 
-            def _by_worker(self, cpu_selector: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+            def _bind_cores(self, cpu_selector: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
                 """Returns the cores of each worker and the reserved cores as vLLM does. Divides a
                 node's cores among its workers if there are fewer nodes."""
                 num_workers: int = self.local_world_size
@@ -46,16 +46,18 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
                     cores, reserved = super()._get_autobind_cpu_ids(cpu_selector)
                 finally:
                     self.local_world_size = num_workers
-                return split_node_cores(cores, num_workers) if shares_nodes else cores, reserved
+                if shares_nodes:
+                    cores = split_node_cores(cores, num_workers)
+                return cores, reserved
 
             def _get_autobind_cpu_ids(
                 self, cpu_selector: Callable[..., Any]
             ) -> tuple[list[Any], list[Any]]:
                 """Returns the chosen cores of each worker, and those that are left out."""
                 if not self.choice_is_ours:
-                    return self._by_worker(cpu_selector)
+                    return self._bind_cores(cpu_selector)
                 self.reserve_cpu_num = 0
-                by_worker, _ = self._by_worker(cpu_selector)
+                by_worker, _ = self._bind_cores(cpu_selector)
                 chosen = choose([[cpu.id for cpu in cpus] for cpus in by_worker])
                 pairs = list(zip(by_worker, chosen, strict=True))
                 left_out = [cpu for cpus, ids in pairs for cpu in cpus if cpu.id not in ids]

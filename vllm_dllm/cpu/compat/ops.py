@@ -55,8 +55,7 @@ def int8_sums_are_exact() -> bool:
 
 
 def quantize_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 values [n, K] and a scale for each row, fp32 [n, 1]; their product is about
-    x."""
+    """Returns int8 values [n, K] and fp32 scales [n, 1]. Value times scale is about x [n, K]."""
     values, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous())
     return values, scale
 

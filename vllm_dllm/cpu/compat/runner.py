@@ -67,7 +67,8 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
         return property(use_v2_model_runner)
 
     def validate(self: VllmConfig) -> None:
-        """Prepares the configuration. Raises ValueError for other gaps than Triton."""
+        """Prepares the configuration. Raises ValueError for what vLLM refuses, but for no
+        Triton."""
         if unsupported := self._get_v2_model_runner_unsupported_features():
             raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
         prepare(self)

@@ -112,8 +112,8 @@ def get_num_sampled_and_rejected(
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
 ) -> None:
-    """Writes how many rows of logits were not sampled. Both counts are 0 for unfinished
-    prefills."""
+    """Writes how many rows of logits were rejected: all but the sampled ones. Sets both counts to 0
+    for unfinished prefills."""
     num_reqs = grid[0]
     prefills_on = seq_lens.numpy()[:num_reqs] < prefill_len.numpy()[idx_mapping.numpy()]
     sampled = num_sampled.numpy()[:num_reqs]

@@ -53,8 +53,8 @@ _SIGN_EXPONENT_MANTISSA = -0x8000 | 0x3F80  # as int16: bit 15, and bits 13 to 7
 
 
 def quantize_fp8(x: torch.Tensor) -> Scaled:
-    """Returns x [n, K], rounded to e4m3 with a scale a row that makes the largest magnitude
-    e4m3's."""
+    """Returns x [n, K], rounded to e4m3 with a scale for each row that makes its largest magnitude
+    the largest of e4m3."""
     x = x.float()
     scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp_(min=FP8_MIN_SCALE)
     return Scaled(fp8_to_fp32((x / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)), scale)

@@ -35,8 +35,8 @@ def fp8_product(
     b_scale: torch.Tensor,  # [N, 1] fp32
     dtype: torch.dtype,  # of the model
 ) -> torch.Tensor:
-    """Returns a @ b with its scales, [M, N] fp32; in a bf16 model, sums are first rounded to
-    bf16."""
+    """Returns a @ b with its scales, [M, N] fp32. A bf16 model rounds sums to bf16 before
+    scaling."""
     rows, weight = formats.decode_fp8(a, a_scale), formats.decode_fp8(b.t(), b_scale)
     return formats.multiply(rows.to_model_dtype(dtype), weight.to_model_dtype(dtype))
 
