@@ -45,11 +45,11 @@ def cut_to_fit(
     too_many = len(path.tokens)
     while too_many - num_kept > 1:
         middle = (num_kept + too_many) // 2
-        found = _find_tail(start, path.tokens[:middle], None, num_tokens)
-        if found is None:
+        shorter_tail = _find_tail(start, path.tokens[:middle], None, num_tokens)
+        if shorter_tail is None:
             too_many = middle
         else:
-            num_kept, tail = middle, found
+            num_kept, tail = middle, shorter_tail
     start.plan = path.tokens[:num_kept] + tail
     return start.plan
 
@@ -70,11 +70,11 @@ def _find_tail(
         for token in tokens if end is None else ():
             consumed = state.consume_token(token)
             assert consumed, "a path is legal"
-        found = find_completion_quickly(state, max_tokens, start)
-        if found is None and end is not None:
-            found = search_shortest_first(end, max_tokens)
-        is_short = found is not None and len(found) <= max_tokens
-        start.known_tails[key] = found if is_short else None
+        completion = find_completion_quickly(state, max_tokens, start)
+        if completion is None and end is not None:
+            completion = search_shortest_first(end, max_tokens)
+        is_short = completion is not None and len(completion) <= max_tokens
+        start.known_tails[key] = completion if is_short else None
     return start.known_tails[key]
 
 
@@ -103,11 +103,8 @@ def constrain_canvas(
 ) -> ConstrainedCanvas:
     """Returns a legal path through the canvas, cut where the answer would not fit into
     `num_tokens`. If no completion that fits is found, or the model is inside of a call that it
-    chose to make, the path stays uncut.
-
-    Raises:
-        StuckError: no token is legal and no completion is known, or the matcher has given up.
-    """
+    chose to make, the path stays uncut. Raises StuckError if no token is legal and no completion is
+    known, or the matcher has given up."""
     rows = rows.first(num_tokens)
     path, end = find_cheap_path(start, rows)
     tokens = cut_to_fit(start, path, end, num_tokens)
@@ -126,11 +123,8 @@ def find_cheap_path(start: GrammarState, rows: CanvasRows) -> tuple[LegalPath, G
     the path. Does not move `start`.
 
     The path is the walk along the best guesses. If the walk is stuck, or its repairs cost more than
-    `MAX_WALK_COST_NATS`, a search may replace it by a cheaper path.
-
-    Raises:
-        StuckError: the matcher has given up.
-    """
+    `MAX_WALK_COST_NATS`, a search may replace it by a cheaper path. Raises StuckError if the
+    matcher has given up."""
     end = start.copy()
     path = walk_best_guesses(end, rows)
     if path.confident_cost_nats <= MAX_WALK_COST_NATS and not path.is_stuck:
@@ -138,8 +132,8 @@ def find_cheap_path(start: GrammarState, rows: CanvasRows) -> tuple[LegalPath, G
     first_repair = len(path.tokens) if path.first_repair is None else path.first_repair
     num_kept = max(path.num_reasoning, first_repair - _ROWS_BEFORE_REPAIR)
     prefix = path.tokens[:num_kept]
-    found = best_first_search(start, rows, prefix) or beam_search(start, rows, prefix)
-    if found is None or (found.cost_nats >= path.cost_nats and not path.is_stuck):
+    cheaper = best_first_search(start, rows, prefix) or beam_search(start, rows, prefix)
+    if cheaper is None or (cheaper.cost_nats >= path.cost_nats and not path.is_stuck):
         return path, end
     end = start.copy()
-    return trace_path(end, rows, found.tokens), end
+    return trace_path(end, rows, cheaper.tokens), end

@@ -9,6 +9,7 @@ answer: the searches find nothing.
 """
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -31,10 +32,10 @@ def find_completion(state: GrammarState, max_tokens: int) -> list[int] | None:
         return None
     known = state.known_completions
     if max_tokens not in known:
-        found = find_completion_quickly(state, max_tokens, state)
-        if found is None or len(found) > max_tokens:
-            found = search_shortest_first(state, max_tokens)
-        known[max_tokens] = found
+        completion = find_completion_quickly(state, max_tokens, state)
+        if completion is None or len(completion) > max_tokens:
+            completion = search_shortest_first(state, max_tokens)
+        known[max_tokens] = completion
     return known[max_tokens]
 
 
@@ -49,13 +50,18 @@ def find_completion_quickly(
         return None
     if state.has_ended or state.is_complete():
         return []
-    found = complete_greedily(state, max_tokens)
-    if found is None or len(found) > max_tokens:
-        other = None if start.plan is None else reuse_plan(start.plan, start, state)
-        if other is None:  # a hundred times slower
-            other = complete_by_exploring(state, max_tokens)
-        found = min((one for one in (found, other) if one is not None), key=len, default=None)
-    return found
+    completion = complete_greedily(state, max_tokens)
+    if completion is None or len(completion) > max_tokens:
+        second = None if start.plan is None else reuse_plan(start.plan, start, state)
+        if second is None:  # a hundred times slower
+            second = complete_by_exploring(state, max_tokens)
+        completion = _shortest([completion, second])
+    return completion
+
+
+def _shortest(completions: Iterable[list[int] | None]) -> list[int] | None:
+    """Returns the first of the shortest completions; None if all are None."""
+    return min((one for one in completions if one is not None), key=len, default=None)
 
 
 def find_shortest_completion(state: GrammarState, max_tokens: int) -> list[int] | None:
@@ -63,8 +69,11 @@ def find_shortest_completion(state: GrammarState, max_tokens: int) -> list[int] 
     has at most `max_tokens` tokens."""
     if state.is_complete():
         return []
-    found = [search(state, max_tokens) for search in (complete_greedily, complete_by_exploring)]
-    shortest = min((one for one in found if one is not None), key=len, default=None)
+    greedy, explored = (
+        complete_greedily(state, max_tokens),
+        complete_by_exploring(state, max_tokens),
+    )
+    shortest = _shortest([greedy, explored])
     at_most = max_tokens if shortest is None else min(max_tokens, len(shortest) - 1)
     shorter = search_shortest_first(state, at_most)
     shortest = shortest if shorter is None else shorter

@@ -54,11 +54,11 @@ class Exclusions:
     def _words_by_last_but_one(self) -> dict[int, list[Word]]:
         """The bad words of several tokens, by their last token but one. A missing key has no
         words."""
-        found: dict[int, list[Word]] = defaultdict(list)
+        words: dict[int, list[Word]] = defaultdict(list)
         for word in self.words:
             if len(word) > 1:
-                found[word[-2]].append(word)
-        return found
+                words[word[-2]].append(word)
+        return words
 
     def _tokens_completing_words(self, previous: Sequence[int]) -> set[int]:
         """Returns the tokens that would complete a bad word after the tokens `previous`."""

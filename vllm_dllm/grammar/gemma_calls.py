@@ -37,12 +37,8 @@ def calls_rule(
 ) -> str:
     """Returns the body of a rule for calls of the functions, and adds the rules that it uses to
     `lark`. Without `at_least_one` the rule also allows free text, with or without calls after it.
-    With `stop_after_first` it allows at most one call.
-
-    Raises:
-        SchemaError: there is no function, or a name or a schema cannot be used; the message says
-            which, and where.
-    """
+    With `stop_after_first` it allows at most one call. Raises SchemaError if there is no function,
+    or a name or a schema cannot be used; the message says which, and where."""
     if not functions:
         raise SchemaError("functions must not be empty")
     bodies = []
@@ -79,11 +75,8 @@ class _ArgumentRules:
         self._rule_by_reference: dict[str, str] = {}
 
     def add_arguments_rule(self) -> str:
-        """Adds the rule for all arguments in braces, and returns its name.
-
-        Raises:
-            SchemaError: the schema is not one of an object, or cannot be used.
-        """
+        """Adds the rule for all arguments in braces, and returns its name. Raises SchemaError if
+        the schema is not one of an object, or cannot be used."""
         root = self._schemas.root
         forms = [form for form in self._schemas.forms(root, "#") if form.kind == "object"]
         if not forms:

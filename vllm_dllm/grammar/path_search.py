@@ -71,11 +71,7 @@ class _Alternative:
 def best_first_search(start: GrammarState, rows: CanvasRows, prefix: list[int]) -> FoundPath | None:
     """Returns the cheapest legal path through the rows that begins with the tokens `prefix`.
     Returns None if it is not found within `MAX_STATES` states. Does not move `start`, the state at
-    the canvas' first row.
-
-    Raises:
-        StuckError: the matcher has given up.
-    """
+    the canvas' first row. Raises StuckError if the matcher has given up."""
     return _BestFirstSearch(start, rows, prefix).run()
 
 
@@ -196,11 +192,7 @@ def beam_search(
 ) -> FoundPath | None:
     """Returns the cheapest path found through the rows that begins with the tokens `prefix`.
     Returns None if every path comes to a dead end. Does not move `start`, the state at the canvas'
-    first row.
-
-    Raises:
-        StuckError: the matcher has given up.
-    """
+    first row. Raises StuckError if the matcher has given up."""
     state = _state_after(start, prefix)
     beam = [_Hypothesis(state, list(prefix), 0.0, mask_with_few_spaces(state))]
     ended: list[_Hypothesis] = []
@@ -242,10 +234,10 @@ def _extend_by_one_row(beam: list[_Hypothesis], rows: CanvasRows, row: int) -> l
             token, logprob = rows.best_legal(row, parent.mask)
             children.append((parent.cost_nats + float(logprobs[0]) - logprob, i, token))
     children.sort()
-    kept: list[_Hypothesis] = []
+    extended: list[_Hypothesis] = []
     seen: set[bytes] = set()
     for cost, i, token in children:
-        if cost > children[0][0] + _MARGIN_NATS or len(kept) == BEAM_WIDTH:
+        if cost > children[0][0] + _MARGIN_NATS or len(extended) == BEAM_WIDTH:
             break
         state = beam[i].state.copy()
         if not state.consume_token(token):
@@ -254,5 +246,5 @@ def _extend_by_one_row(beam: list[_Hypothesis], rows: CanvasRows, row: int) -> l
         signature = b"" if mask is None else mask.tobytes()
         if signature not in seen:
             seen.add(signature)
-            kept.append(_Hypothesis(state, [*beam[i].tokens, token], cost, mask))
-    return kept
+            extended.append(_Hypothesis(state, [*beam[i].tokens, token], cost, mask))
+    return extended

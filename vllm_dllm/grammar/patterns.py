@@ -44,18 +44,19 @@ def mend_patterns(schema: Any) -> Any:
         return [mend_patterns(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    mended: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
-            found[key] = mend_pattern(value)
+            mended[key] = mend_pattern(value)
         elif key == "patternProperties" and isinstance(value, dict):
-            found[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
+            mended[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
         else:
-            found[key] = value if key in _VALUE_KEYS else mend_patterns(value)
-    if (name := found.get("format")) in _TIMES:
-        time = {"pattern": f"^({FORMATS[name]})$"}
-        found["allOf"] = [*found["allOf"], time] if isinstance(found.get("allOf"), list) else [time]
-    return found
+            mended[key] = value if key in _VALUE_KEYS else mend_patterns(value)
+    if (name := mended.get("format")) in _TIMES:
+        others = mended.get("allOf")
+        others = others if isinstance(others, list) else []
+        mended["allOf"] = [*others, {"pattern": f"^({FORMATS[name]})$"}]
+    return mended
 
 
 def mend_pattern(pattern: str) -> str:
@@ -77,12 +78,8 @@ def _exclude_nul(match: re.Match[str]) -> str:
 def unanchored_lark_regex(pattern: str, path: str) -> str:
     """Returns a regular expression for Lark that matches every text in which JSON schema's
     `pattern` is found. Lark matches whole texts, so `.*` is added at each side where the pattern
-    has no anchor.
-
-    Raises:
-        SchemaError: llguidance cannot use the pattern, or an anchored pattern has outer
-            alternatives; the message names `path`, the pattern's JSON pointer.
-    """
+    has no anchor. Raises SchemaError if llguidance cannot use the pattern, or an anchored pattern
+    has outer alternatives; the message names `path`, the pattern's JSON pointer."""
     begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
     inner = pattern[begins : len(pattern) - ends]
     if (begins or ends) and _has_outer_alternatives(inner):

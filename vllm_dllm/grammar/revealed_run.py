@@ -37,15 +37,13 @@ class RunRule:
     min_tokens: int
     """The run has at least this many tokens, however improbable they are, unless the answer
     ends."""
-    threshold: float
-    """A token that is more probable than this is revealed."""
+    threshold: float  # a token that is more probable than this is revealed
     entropy_bound_nats: float
     """A token is also revealed while the summed entropy of the run's rows is below this bound."""
     part_length: int | None = None
     """A run ends where the next part of the block begins. Parts have this many tokens; None: the
     block has no parts."""
-    block_offset: int = 0
-    """The canvas' first row, counted from the beginning of its block."""
+    block_offset: int = 0  # the canvas' first row, counted from the beginning of its block
 
 
 class Run(NamedTuple):
@@ -66,11 +64,8 @@ def reveal_run(
 ) -> Run:
     """Returns the tokens that a step reveals in the rows from `first` on. Moves `state` past them.
     The answer can be closed after them within `num_tokens`, unless no completion that fits is found
-    or the model is inside of a call that it chose to make.
-
-    Raises:
-        StuckError: no token is legal, or the matcher has given up.
-    """
+    or the model is inside of a call that it chose to make. Raises StuckError if no token is legal,
+    or the matcher has given up."""
     max_tokens = min(num_rows - first, num_tokens)
     end = state.copy()
     tokens = _choose_run(end, choose_candidate, first, max_tokens, rule)
@@ -95,10 +90,7 @@ def _choose_run(
     rule: RunRule,
 ) -> list[int]:
     """Returns the legal tokens from the row `first` on that the rule reveals, at most `max_tokens`.
-
-    Raises:
-        StuckError: no token is legal at the row `first`, or the matcher has given up.
-    """
+    Raises StuckError if no token is legal at the row `first`, or the matcher has given up."""
     tokens: list[int] = []
     summed_nats, part = 0.0, rule.part_length
     for row in range(first, first + max_tokens):

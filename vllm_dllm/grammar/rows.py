@@ -104,12 +104,9 @@ class LegalPath:
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     """Row -> [W] uint32, the tokens that are legal in it after the path's tokens before it. Rows
     that the model is sure of have no mask: their distribution stays as it is."""
-    num_reasoning: int = 0
-    """How many of the first tokens are reasoning."""
-    forced: set[int] = field(default_factory=set)
-    """Rows that have one legal token."""
-    is_stuck: bool = False
-    """Whether no token is legal after these tokens, though the answer has not ended."""
+    num_reasoning: int = 0  # how many of the first tokens are reasoning
+    forced: set[int] = field(default_factory=set)  # rows that have one legal token
+    is_stuck: bool = False  # no token is legal after these, though the answer has not ended
     first_repair: int | None = None
     """The first row whose best guess is illegal; None: no row, or the path is not a walk."""
     confident_cost_nats: float = 0.0

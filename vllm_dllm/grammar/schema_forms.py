@@ -66,10 +66,10 @@ class JsonSchema:
         """Returns the forms of a schema: a value fits the schema if it fits one of its forms.
         Raises SchemaError if the schema allows no value or cannot be split."""
         alternatives = self._multiply_out(schema, path, ())
-        found = [form for one, place in alternatives for form in _split_by_type(one, place)]
-        if not found:
+        forms = [form for one, place in alternatives for form in _split_by_type(one, place)]
+        if not forms:
             raise SchemaError(f"{path} allows no value")
-        return found
+        return forms
 
     def reference(self, schema: Any) -> str | None:
         """Returns the `$ref` of a schema that restricts values by nothing else; None for other
@@ -97,15 +97,15 @@ class JsonSchema:
     def resolve(self, reference: str, path: str) -> Any:
         """Returns the schema that a `$ref` leads to. Raises SchemaError if it leads nowhere. `path`
         is that of the schema that has the `$ref`."""
-        found = self.root
+        target = self.root
         if not reference.startswith("#"):
             raise SchemaError(f"{path}/$ref must begin with '#', got {reference!r}")
         for part in reference[1:].split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or part not in found:
+            if not isinstance(target, dict) or part not in target:
                 raise SchemaError(f"{path}/$ref leads nowhere, got {reference!r}")
-            found = found[part]
-        return found
+            target = target[part]
+        return target
 
     def _multiply_out(
         self, schema: Any, path: str, followed: tuple[str, ...]
@@ -133,19 +133,19 @@ class JsonSchema:
                 factors += [[one] for one in ones] if key == "allOf" else [ones]
         if "oneOf" in schema:
             self._check_one_of(schema["oneOf"], f"{path}/oneOf")
-        found = [(own, path)]
+        products = [(own, path)]
         for factor in factors:
             alternatives = [
                 plain for one, place in factor for plain in self._multiply_out(one, place, followed)
             ]
-            if len(found) * len(alternatives) > _MAX_FORMS:
+            if len(products) * len(alternatives) > _MAX_FORMS:
                 raise SchemaError(f"{path} must have at most {_MAX_FORMS} forms. Simplify it")
-            found = [
+            products = [
                 (_merge_schemas(before, plain, place), place)
-                for before, _ in found
+                for before, _ in products
                 for plain, place in alternatives
             ]
-        yield from found
+        yield from products
 
     def _check_one_of(self, alternatives: list[Any], path: str) -> None:
         """Raises SchemaError unless it is certain that no value fits two of the alternatives."""
@@ -217,19 +217,19 @@ def _merge_schemas(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str,
         raise SchemaError(
             f"{path}/additionalProperties is not supported where objects are combined"
         )
-    found = dict(a)
+    merged = dict(a)
     for key, value in b.items():
-        if key not in found or found[key] == value:
-            found[key] = value
+        if key not in merged or merged[key] == value:
+            merged[key] = value
         elif key == "required":
-            found[key] = [*found[key], *(name for name in value if name not in found[key])]
-        elif key == "properties" and found[key].keys().isdisjoint(value):
-            found[key] = {**found[key], **value}
+            merged[key] = [*merged[key], *(name for name in value if name not in merged[key])]
+        elif key == "properties" and merged[key].keys().isdisjoint(value):
+            merged[key] = {**merged[key], **value}
         elif key == "type":
-            found[key] = _common_types(_listed_types(a) or [], _listed_types(b) or [])
+            merged[key] = _common_types(_listed_types(a) or [], _listed_types(b) or [])
         else:
             raise SchemaError(f"{path}/{key} is not supported where another schema has it, too")
-    return found
+    return merged
 
 
 def _enum_values(schema: Any) -> list[Any] | None:
@@ -267,10 +267,10 @@ def _possible_types(schema: dict[str, Any]) -> list[str]:
 
 def _common_types(a: list[str], b: list[str]) -> list[str]:
     """Returns the types that are in both lists. "number" and "integer" have "integer" in common."""
-    found = [kind for kind in a if kind in b]
+    common = [kind for kind in a if kind in b]
     if "integer" in {*a, *b} and all({*types} & {"integer", "number"} for types in (a, b)):
-        found = [*(kind for kind in found if kind != "integer"), "integer"]
-    return found
+        common = [*(kind for kind in common if kind != "integer"), "integer"]
+    return common
 
 
 def _has_type(value: Any, types: list[str] | None) -> bool:

@@ -16,8 +16,7 @@ class Reasoning:
     """Names the tokens around the reasoning before an answer that has a form: free text, up to a
     token that ends it."""
 
-    ends: frozenset[int]
-    """Tokens each of which ends the reasoning."""
+    ends: frozenset[int]  # tokens each of which ends the reasoning
     opening: frozenset[int] = frozenset()
     """The tokens of `ends` that are also the first token of the answer, such as one that begins a
     tool call."""

@@ -43,23 +43,21 @@ class GrammarVocabulary:
     def num_spaces(self) -> np.ndarray:
         """[V] int32: the number of characters of each token that is whitespace alone; 0 for other
         tokens."""
-        found = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
-        return np.array(found, dtype=np.int32)
+        counts = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
+        return np.array(counts, dtype=np.int32)
 
     @cached_property
     def call_begin(self) -> int | None:
-        """The token that begins a tool call of Gemma 4; None if the vocabulary has no such
-        token."""
+        """The token that begins a tool call of Gemma 4; None if the vocabulary lacks it."""
         return self._find_special_token(CALL)
 
     @cached_property
     def call_end(self) -> int | None:
-        """The token that ends a tool call of Gemma 4; None if the vocabulary has no such token."""
+        """The token that ends a tool call of Gemma 4; None if the vocabulary lacks it."""
         return self._find_special_token(END)
 
     def _find_special_token(self, name: str) -> int | None:
-        """Returns the special token with the name `name`; None if the vocabulary has no such
-        token."""
+        """Returns the special token with the name `name`; None if the vocabulary lacks it."""
         tokens = self.tokenizer.tokenize_str(name)
         is_one = len(tokens) == 1 and self.tokenizer.decode_str(tokens) == name
         return tokens[0] if is_one else None
@@ -128,9 +126,11 @@ class GrammarVocabulary:
     def token_by_stripped_bytes(self) -> dict[bytes, int]:
         """Bytes -> a token that has these bytes once whitespace is removed from it. A token with
         exactly these bytes wins. So `":` finds the token `": "` if `":` is no token."""
-        found = {text.translate(None, _SPACE): token for text, token in self.token_by_bytes.items()}
-        found.pop(b"", None)
-        return {**found, **self.token_by_bytes}
+        tokens = {
+            text.translate(None, _SPACE): token for text, token in self.token_by_bytes.items()
+        }
+        tokens.pop(b"", None)
+        return {**tokens, **self.token_by_bytes}
 
     @cached_property
     def longest_token_bytes(self) -> int:

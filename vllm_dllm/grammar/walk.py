@@ -37,11 +37,8 @@ def walk_best_guesses(state: GrammarState, rows: CanvasRows) -> LegalPath:
     answer ends, or with `is_stuck` where no token is legal.
 
     Successive rows that the model is sure of are consumed in one call. Every other row has its mask
-    computed, which the row's entropy and candidate need anyway.
-
-    Raises:
-        StuckError: the matcher has given up.
-    """
+    computed, which the row's entropy and candidate need anyway. Raises StuckError if the matcher
+    has given up."""
     path = LegalPath()
     unsure = find_unsure_rows(state, rows)
     guesses, best = rows.tokens[:, 0].tolist(), rows.logprobs[:, 0].tolist()
@@ -118,11 +115,8 @@ def _append_best_legal_token(state: GrammarState, rows: CanvasRows, path: LegalP
 
 def mask_with_few_spaces(state: GrammarState) -> np.ndarray:
     """Returns the mask [W] uint32 of the tokens that may come next. After `MAX_SPACES` characters
-    of whitespace it has no more whitespace, unless nothing else is legal.
-
-    Raises:
-        StuckError: the matcher has given up.
-    """
+    of whitespace it has no more whitespace, unless nothing else is legal. Raises StuckError if the
+    matcher has given up."""
     mask = state.compute_mask()
     if state.error:
         raise StuckError(state.error)
@@ -155,11 +149,7 @@ def _best_legal_token(rows: CanvasRows, row: int, mask: np.ndarray) -> _Choice |
 def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> LegalPath:
     """Returns the path of the legal tokens `tokens`, with its masks, for the canvas' first rows.
     Moves `state` to the path's end. Does not set the path's `first_repair` and
-    `confident_cost_nats`.
-
-    Raises:
-        StuckError: the matcher has given up.
-    """
+    `confident_cost_nats`. Raises StuckError if the matcher has given up."""
     path = LegalPath()
     for row, token in enumerate(tokens):
         best = logprob = float(rows.logprobs[row, 0])

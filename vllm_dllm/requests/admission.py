@@ -95,13 +95,13 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     if options.read_only:
         params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
     request = resolve(params)
-    own = request.sampling_params
-    check_numbers(own)
-    check_allowed_tokens(own, is_constrained=options.constrained)
-    check_first_token(own, served.vocab_size)
-    if own.structured_outputs is not None:
+    resolved = request.sampling_params
+    check_numbers(resolved)
+    check_allowed_tokens(resolved, is_constrained=options.constrained)
+    check_first_token(resolved, served.vocab_size)
+    if resolved.structured_outputs is not None:
         check_structured_outputs(
-            own,
+            resolved,
             served.config.structured_outputs_config,
             served.tokenizer,
             served.vocab_size,
@@ -111,8 +111,8 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     options = _complete_options(options, served.tokenizer)
     if served.limits is not None:
         num_tokens = len(request.prompt_token_ids or ())
-        check_token_limits(served.limits, own, options, num_tokens, served.vocab_size)
-    options.store_in(own)
+        check_token_limits(served.limits, resolved, options, num_tokens, served.vocab_size)
+    options.store_in(resolved)
     return request
 
 
@@ -238,11 +238,8 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
 
 def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:
     """Returns a copy of the parameters of a read-only request: its answer is at most one canvas of
-    `width` tokens, and EOS does not end it, since EOS may be anywhere in the canvas.
-
-    Raises:
-        VLLMValidationError: min_tokens are more than that.
-    """
+    `width` tokens, and EOS does not end it, since EOS may be anywhere in the canvas. Raises
+    VLLMValidationError if min_tokens are more than that."""
     most = min(params.max_tokens or width, width)
     if params.min_tokens > most:  # which the engine would fail to decode
         raise VLLMValidationError(

@@ -131,14 +131,14 @@ def _argument_parts(text: str, at: int) -> Iterator[tuple[int, str, str]]:
     group of `_ARGUMENT_PART`) and its text. Raises _UnfinishedError at the end of `text`, and
     _MalformedError where no part begins."""
     while at < len(text):
-        found = _ARGUMENT_PART.match(text, at)
-        if found is None:
+        match = _ARGUMENT_PART.match(text, at)
+        if match is None:
             if text.startswith(QUOTE, at) or QUOTE.startswith(text[at:]):
                 raise _UnfinishedError
             raise _MalformedError
-        at = found.end()
-        assert found.lastgroup is not None
-        yield at, found.lastgroup, found[found.lastgroup]
+        at = match.end()
+        assert match.lastgroup is not None
+        yield at, match.lastgroup, match[match.lastgroup]
     raise _UnfinishedError
 
 

@@ -60,11 +60,8 @@ class GemmaToolParser(ToolParser):
 
     def adjust_request(self, request: Any) -> Any:
         """Constrains the answer to a chat or a response by a grammar of the calls that it may have.
-        Changes `request` in place, and returns it. Does nothing for a request without tools.
-
-        Raises:
-            VLLMValidationError: `tool_choice` names a function that is not among the tools.
-        """
+        Changes `request` in place, and returns it. Does nothing for a request without tools. Raises
+        VLLMValidationError if `tool_choice` names a function that is not among the tools."""
         if not request.tools or request.tool_choice == "none":
             return request
         request.skip_special_tokens = False
@@ -91,12 +88,12 @@ class GemmaToolParser(ToolParser):
         reader = self._reader_for(request)
         text, calls = reader.read_piece(model_output)
         text += reader.finish(stop_strings(request))
-        found = [
+        tool_calls = [
             ToolCall(function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in calls
         ]
         return ExtractedToolCallInformation(
-            tools_called=bool(found), tool_calls=found, content=text or None
+            tools_called=bool(tool_calls), tool_calls=tool_calls, content=text or None
         )
 
     def extract_tool_calls_streaming(
@@ -154,18 +151,15 @@ def _structured_outputs_format(wanted: StructuredOutputsParams) -> dict[str, Any
     as it is: vLLM would translate it into xgrammar's dialect."""
     if wanted.grammar is not None:
         return {"type": "grammar", "grammar": wanted.grammar}
-    found = structured_outputs_to_format(wanted)
-    assert found is not None, "a form was asked for"
-    return found.model_dump()
+    form = structured_outputs_to_format(wanted)
+    assert form is not None, "a form was asked for"
+    return form.model_dump()
 
 
 def calls_format(request: Any) -> dict[str, Any] | None:
     """Returns the calls that a chat or a response may have, as a format of structural tags
-    (`structural_tag.py`); None if it may have no calls.
-
-    Raises:
-        VLLMValidationError: `tool_choice` names a function that is not among the tools.
-    """
+    (`structural_tag.py`); None if it may have no calls. Raises VLLMValidationError if `tool_choice`
+    names a function that is not among the tools."""
     functions = {}
     for tool in get_function_tools(request.tools):
         function = getattr(tool, "function", tool)

@@ -91,11 +91,8 @@ def sample_frames(
     most: int,
 ) -> tuple[np.ndarray, list[float]]:
     """Returns at most `most` frames of a video, [n, height, width, 3] uint8, and the time of each
-    frame in seconds.
-
-    Raises:
-        VLLMValidationError: `frames` are not a video, or `metadata` do not fit them.
-    """
+    frame in seconds. Raises VLLMValidationError if `frames` are not a video, or `metadata` do not
+    fit them."""
     frames = np.asarray(frames)
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.size == 0:
         raise VLLMValidationError(
@@ -111,10 +108,10 @@ def sample_frames(
             f"{len(indices)}. Leave it out, or correct it.",
             parameter="video",
         )
-    kept = sample_frame_indices(len(frames), min(most, len(frames)))
+    sampled = sample_frame_indices(len(frames), min(most, len(frames)))
     fps = metadata.get("fps") or _DEFAULT_FPS
     fps = fps if fps > 0 else _DEFAULT_FPS  # damaged files say anything
-    return frames[kept], [indices[i] / fps for i in kept]
+    return frames[sampled], [indices[i] / fps for i in sampled]
 
 
 def format_timestamp(seconds: float) -> str:
@@ -132,8 +129,8 @@ class MediaKind:
     raise VLLMValidationError."""
 
     name: str  # "image" or "video"; also in the parts of a message, such as image_url
-    one: str  # the name with an article, as a sentence begins
-    whole: str  # what to send instead of a damaged file
+    subject: str  # the name with an article, as a sentence begins
+    replacement: str  # what to send instead of a damaged file
     example: str  # an example of a data URL
 
     def error(self, why: str) -> VLLMValidationError:
@@ -144,8 +141,8 @@ class MediaKind:
         """Raises VLLMValidationError for a file of more than `MAX_BYTES` bytes."""
         if num_bytes > MAX_BYTES:
             raise self.error(
-                f"{self.one} may have at most {MAX_BYTES} bytes, got {num_bytes}. Send a smaller "
-                f"one."
+                f"{self.subject} may have at most {MAX_BYTES} bytes, got {num_bytes}. Send a "
+                f"smaller one."
             )
 
     def check_media_type(self, media_type: str) -> None:
@@ -153,15 +150,15 @@ class MediaKind:
         allowed."""
         if media_type and not media_type.lower().startswith(f"{self.name}/"):
             raise self.error(
-                f"{self.one}'s media type must begin with {self.name}/, got {media_type[:32]!r}. "
-                f"Send {self.whole}."
+                f"{self.subject}'s media type must begin with {self.name}/, got "
+                f"{media_type[:32]!r}. Send {self.replacement}."
             )
 
     def check_file(self, path: Path) -> None:
         """Raises VLLMValidationError if a file does not exist or is too large."""
         if not path.is_file():
             raise self.error(
-                f"{self.one}'s file must exist, and {path} does not. Correct the path."
+                f"{self.subject}'s file must exist, and {path} does not. Correct the path."
             )
         self.check_num_bytes(path.stat().st_size)
 
@@ -175,7 +172,7 @@ class MediaKind:
             raise
         except Exception as error:
             raise self.error(
-                f"The {self.name} cannot be read: {_reason(error)}. Send {self.whole}."
+                f"The {self.name} cannot be read: {_reason(error)}. Send {self.replacement}."
             ) from error
 
     @contextmanager
@@ -198,10 +195,16 @@ class MediaKind:
 
 
 IMAGE = MediaKind(
-    "image", "An image", "a whole picture, in PNG or JPEG for example", "data:image/png;base64,…"
+    name="image",
+    subject="An image",
+    replacement="a whole picture, in PNG or JPEG for example",
+    example="data:image/png;base64,…",
 )
 VIDEO = MediaKind(
-    "video", "A video", "a whole video, in MP4 or WebM for example", "data:video/mp4;base64,…"
+    name="video",
+    subject="A video",
+    replacement="a whole video, in MP4 or WebM for example",
+    example="data:video/mp4;base64,…",
 )
 
 

@@ -113,8 +113,8 @@ class CarefulVideoIO(VideoMediaIO):
         """Returns a new reader with the options of one of vLLM's readers, for at most `MAX_FRAMES`
         frames. vLLM's default decoder is replaced by `EvenFramesBackend`; one that the user chose
         stays."""
-        asked = media_io.num_frames
-        num_frames = asked if 0 < asked < MAX_FRAMES else MAX_FRAMES
+        limit = media_io.num_frames  # 0 or less: none
+        num_frames = limit if 0 < limit < MAX_FRAMES else MAX_FRAMES
         image_io = CarefulFrameIO.with_options_of(media_io.image_io)
         made = cls(image_io, num_frames, **media_io.kwargs)
         # A user may have chosen another loader than vLLM's default.
@@ -193,12 +193,9 @@ class EvenFramesBackend(VideoBackend):
         cls, cap: Any, frame_idx: list[int], total_frames_num: int, **options: Any
     ) -> tuple[np.ndarray, list[int]]:
         """Decodes the frames `frame_idx` of the open video `cap`. Returns the frames [n, height,
-        width, 3] uint8, and the indices of those that could be decoded.
-
-        Raises:
-            VLLMValidationError: frames are too large, or more than one is damaged. One is allowed,
-                since a file's header may count one frame too many.
-        """
+        width, 3] uint8, and the indices of those that could be decoded. Raises VLLMValidationError
+        if frames are too large, or more than one is damaged. One is allowed, since a file's header
+        may count one frame too many."""
         width, height = (
             int(cap.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         )
@@ -207,13 +204,13 @@ class EvenFramesBackend(VideoBackend):
                 f"A video's frames may have at most {MAX_FRAME_PIXELS} pixels, got {width} x "
                 f"{height}. Send a smaller one: the model sees them much smaller anyway."
             )
-        frames, found = super().read_frames(cap, frame_idx, total_frames_num, **options)
-        if not found or len(found) < len(frame_idx) - 1:
+        frames, indices = super().read_frames(cap, frame_idx, total_frames_num, **options)
+        if not indices or len(indices) < len(frame_idx) - 1:
             raise VIDEO.error(
                 f"The video cannot be read: {len(frame_idx)} frames of it were to be seen, and "
-                f"{len(found)} can be. Send {VIDEO.whole}."
+                f"{len(indices)} can be. Send {VIDEO.replacement}."
             )
-        return frames, found
+        return frames, indices
 
 
 CONNECTOR = "vllm_dllm"
@@ -233,51 +230,45 @@ class CarefulConnector(MediaConnector):
 
     def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
         """Returns the decoded image or video of a URL. Waits for the download."""
-        kind = _media_kind(media_io)
-        self._check_url(url, kind)
+        kind = self._check_url(url, media_io)
         with kind.fetching():
             return super().load_from_url(url, _careful_media_io(media_io), **options)
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
         """Does what `load_from_url` does, without blocking the event loop."""
-        kind = _media_kind(media_io)
-        self._check_url(url, kind)
+        kind = self._check_url(url, media_io)
         with kind.fetching():
             return await super().load_from_url_async(url, _careful_media_io(media_io), **options)
 
-    def _check_url(self, url: str, kind: MediaKind) -> None:
-        """Raises VLLMValidationError if this server does not read such URLs, or a data URL is not
-        in base64."""
+    def _check_url(self, url: str, media_io: Any) -> MediaKind:
+        """Returns the kind of media that vLLM's reader `media_io` reads. Raises VLLMValidationError
+        if this server does not read such URLs, or a data URL is not in base64."""
+        kind = VIDEO if isinstance(media_io, VideoMediaIO) else IMAGE
         scheme = url.partition(":")[0].lower()
-        if scheme in ("http", "https"):
-            if not self.allowed_media_domains:
-                raise kind.error(
-                    f"{kind.one}'s URL must be a data URL on this server, got a web address: it "
-                    f"fetches nothing. Send the {kind.name} itself as {kind.example}, or start "
-                    f"the server with --allowed-media-domains."
-                )
-        elif scheme == "file":
-            if self.allowed_local_media_path is None:
-                raise kind.error(
-                    f"{kind.one}'s URL must be a data URL on this server, got a file: it reads "
-                    f"none. Send the {kind.name} itself as {kind.example}, or start the server "
-                    f"with --allowed-local-media-path."
-                )
-        elif scheme != "data":
+        is_web = scheme in ("http", "https")
+        if is_web and not self.allowed_media_domains:
             raise kind.error(
-                f"{kind.one}'s URL must begin with data:, file: or https:, got {url[:32]!r}. Send "
-                f"the {kind.name} itself as {kind.example}"
+                f"{kind.subject}'s URL must be a data URL on this server, got a web address: it "
+                f"fetches nothing. Send the {kind.name} itself as {kind.example}, or start "
+                f"the server with --allowed-media-domains."
             )
-        elif not url.partition(",")[0].lower().endswith(";base64"):
+        if scheme == "file" and self.allowed_local_media_path is None:
             raise kind.error(
-                f"{kind.one}'s data URL must be in base64, got {url[:32]!r}. Send it as "
+                f"{kind.subject}'s URL must be a data URL on this server, got a file: it reads "
+                f"none. Send the {kind.name} itself as {kind.example}, or start the server "
+                f"with --allowed-local-media-path."
+            )
+        if not is_web and scheme not in ("file", "data"):
+            raise kind.error(
+                f"{kind.subject}'s URL must begin with data:, file: or https:, got {url[:32]!r}. "
+                f"Send the {kind.name} itself as {kind.example}"
+            )
+        if scheme == "data" and not url.partition(",")[0].lower().endswith(";base64"):
+            raise kind.error(
+                f"{kind.subject}'s data URL must be in base64, got {url[:32]!r}. Send it as "
                 f"{kind.example}"
             )
-
-
-def _media_kind(media_io: Any) -> MediaKind:
-    """Returns which kind of media one of vLLM's readers reads."""
-    return VIDEO if isinstance(media_io, VideoMediaIO) else IMAGE
+        return kind
 
 
 def _careful_media_io(media_io: Any) -> Any:

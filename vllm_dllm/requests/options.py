@@ -162,15 +162,15 @@ class RequestOptions:
 
     def store_in(self, params: SamplingParams) -> None:
         """Stores these options in `params.extra_args`, in place of the keys that set them."""
-        kept = {
+        extra_args = {
             key: value
             for key, value in (params.extra_args or {}).items()
             if not key.startswith(PREFIX) or key in _KEYS_FOR_VLLM
         }
         if self.canvas_length is not None:
-            kept[f"{PREFIX}canvas_length"] = self.canvas_length
-        own = {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
-        params.extra_args = kept | {OPTIONS_KEY: own}
+            extra_args[f"{PREFIX}canvas_length"] = self.canvas_length
+        changed = {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+        params.extra_args = extra_args | {OPTIONS_KEY: changed}
 
 
 KEYS: Mapping[str, RequestKey] = {
@@ -191,38 +191,31 @@ def parse_keys(
     defaults: Mapping[str, Any],  # for keys that it leaves out, from `server_defaults`
     family: Family | None,  # of a masked model; None: DiffusionGemma
 ) -> RequestOptions:
-    """Returns the options that a request's keys ask for.
-
-    Raises:
-        ValueError: a key is unknown, not for this model, or its value is out of range. The message
-            begins with the key.
-    """
-    asked = {key: value for key, value in given.items() if value is not None}
-    for key, value in asked.items():
+    """Returns the options that a request's keys ask for. Raises ValueError if a key is unknown, not
+    for this model, or its value is out of range. The message begins with the key."""
+    values = {key: value for key, value in given.items() if value is not None}
+    for key, value in values.items():
         _check_key(key, value, family)
-    own = parse_values(asked)  # without defaults, which must not complete a request's keys
-    return parse_settings(RequestOptions, {**defaults, **own}, PREFIX)
+    parsed = parse_values(values)  # without defaults, which must not complete a request's keys
+    return parse_settings(RequestOptions, {**defaults, **parsed}, PREFIX)
 
 
 def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of the known keys, by field of `RequestOptions`. Raises ValueError, whose
     message begins with the key, if a value has a wrong type or is out of range."""
-    own = {
+    values = {
         key.removeprefix(PREFIX): value
         for key, value in given.items()
         if key in KEYS and value is not None
     }
-    parse_settings(RequestOptions, own, PREFIX)
-    return own
+    parse_settings(RequestOptions, values, PREFIX)
+    return values
 
 
 def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[str, Any]:
     """Returns the values of options that a request leaves out, by field. The server's configuration
-    `given`, by key, wins over what a masked family has published.
-
-    Raises:
-        ValueError: as `parse_keys`, and for a key that may not have a default.
-    """
+    `given`, by key, wins over what a masked family has published. Raises ValueError as `parse_keys`
+    does, and for a key that may not have a default."""
     known = [key for key, mark in KEYS.items() if mark.by_server]
     for key in given:
         if key not in known:

@@ -88,8 +88,8 @@ class AcceptedTokenCounter:
         row = self._rows.get(answer, self._all)
         for token in tokens:
             if places := self._places.get(token):
-                found = row & places
-                row = (row + found | row - found) & self._all
+                matches = row & places
+                row = (row + matches | row - matches) & self._all
         self._rows[answer] = row
 
     def counts(self) -> dict[str, int]:

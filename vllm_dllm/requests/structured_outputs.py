@@ -167,11 +167,7 @@ def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | N
 def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
     """Returns the reasoning that may come before an answer's form, by the server's reasoning
     parser; None if the form begins at once. It is not known here whether the prompt opens the
-    reasoning.
-
-    Raises:
-        VLLMValidationError: no single token ends the parser's reasoning.
-    """
+    reasoning. Raises VLLMValidationError if no single token ends the parser's reasoning."""
     name = config.reasoning_parser
     if not name or config.enable_in_reasoning:
         return None
@@ -204,12 +200,8 @@ def _count_fewest_tokens(
     exclusions: Exclusions | None,
 ) -> int:
     """Returns the number of tokens of the shortest answer that is found. Returns 0 if none is found
-    but there may be one.
-
-    Raises:
-        GrammarError: no answer has at most `most` tokens, or none is found without the tokens that
-            the request excludes.
-    """
+    but there may be one. Raises GrammarError if no answer has at most `most` tokens, or none is
+    found without the tokens that the request excludes."""
     start = grammars.start_state(text, _NO_STOPS, exclusions, min_tokens, reasoning)
     tokens = find_shortest_completion(start, most)
     if tokens is None and exclusions is None and not certainly_has_no_completion(start, most):

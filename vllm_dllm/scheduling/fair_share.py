@@ -73,9 +73,9 @@ def _over_limit(
 ) -> list[Request]:
     """Returns the requests that come after the first `most` of their HTTP request. `names`: the
     HTTP request of each. `counts`: how many come before, by HTTP request; changed in place."""
-    found = []
+    excess = []
     for request, name in zip(requests, names, strict=True):
         counts[name] += 1
         if counts[name] > most:
-            found.append(request)
-    return found
+            excess.append(request)
+    return excess

@@ -26,8 +26,8 @@ class HeldPromptScores:
         for request_id in list(self._by_request):
             index = output.req_id_to_index.get(request_id)
             if index is not None and output.sampled_token_ids[index]:
-                held = self._by_request.pop(request_id)
-                for by_request, of_request in zip(scores, held, strict=True):
+                held_scores = self._by_request.pop(request_id)
+                for by_request, of_request in zip(scores, held_scores, strict=True):
                     if of_request is not None:
                         by_request[request_id] = of_request
             elif request_id not in requests:  # aborted
