@@ -10,6 +10,7 @@ it last.
 """
 
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -20,8 +21,10 @@ from pathlib import Path
 from types import TracebackType
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from vllm_dllm.compat import log_lines
+from vllm_dllm.config.checks import describe_unknown_name
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable with the path of the file that a child writes its first error to."""
@@ -136,8 +139,22 @@ def one_line(error: BaseException) -> str:
     pydantic's errors, only the messages."""
     text = log_lines.WORKER_FAILED.sub(r"\1", str(error)) or type(error).__name__
     if isinstance(error, ValidationError):
-        text = "; ".join(
-            ": ".join([*map(str, e["loc"]), e["msg"].removeprefix("Value error, ")])
-            for e in error.errors()
-        )
+        text = "; ".join(_describe_mistake(error.title, mistake) for mistake in error.errors())
     return " ".join(text.split())
+
+
+_OPTIONS = {"DiffusionConfig": "--diffusion-config", "SpeculativeConfig": "--speculative-config"}
+"""vLLM's class -> the option that has its fields."""
+
+
+def _describe_mistake(title: str, mistake: ErrorDetails) -> str:
+    """Returns one of the messages of pydantic's error about the class `title`, with the option that
+    the user wrote and, for an unknown name, the nearest known one."""
+    names, message = [*map(str, mistake["loc"])], mistake["msg"].removeprefix("Value error, ")
+    if title not in _OPTIONS or not names:
+        return ": ".join([*names, message])
+    came = f"{'.'.join(names)} in {_OPTIONS[title]}"
+    if mistake["type"] != "unexpected_keyword_argument":
+        return f"{came}: {message}, got {mistake['input']!r}"
+    known = getattr(importlib.import_module("vllm.config"), title).__dataclass_fields__
+    return describe_unknown_name(names[-1], known, shown=came)

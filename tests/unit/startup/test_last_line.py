@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+from vllm.config import DiffusionConfig
 
 from tests.processes import run
 from vllm_dllm.startup.last_line import one_line
@@ -144,3 +146,21 @@ def test_a_worker_that_fails_when_it_is_asked() -> None:
         "cause"
     )
     assert one_line(error) == "it's small"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"canvas_length": 0}, "canvas_length in --diffusion-config: Input should be"),
+        (
+            {"canvas_length": 64, "max_denoising_step": 3},
+            "max_denoising_step in --diffusion-config is not known. "
+            "Did you mean max_denoising_steps?",
+        ),
+    ],
+    ids=["out of range", "misspelt"],
+)
+def test_a_mistake_in_an_option_that_vllm_reads(settings: dict[str, int], line: str) -> None:
+    with pytest.raises(ValidationError) as mistake:
+        DiffusionConfig(**settings)
+    assert one_line(mistake.value).startswith(line)
