@@ -4,6 +4,7 @@ template that never ends."""
 import json
 import logging
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import log_lines
-from vllm_dllm.compat.log_lines import WRONG_WARNINGS
+from vllm_dllm.compat.log_lines import CLIENT, ENGINE_GONE, WRONG_WARNINGS
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
 from vllm_dllm.startup.hooks import check_chat_template
@@ -164,3 +165,20 @@ def test_files_that_hold_none(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("name", ["diffusiongemma-tiny", "qwen3-tiny-target"])
 def test_ours(name: str) -> None:
     check_chat_template(CHECKPOINTS / name)
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["while it runs", "at its end"])
+def test_an_engine_that_ends_with_its_program_is_expected_to(
+    has_ended: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_lines.drop_wrong_warnings()
+    vllms = find_spec(CLIENT)
+    assert vllms and vllms.origin and ENGINE_GONE in Path(vllms.origin).read_text()
+    main = SimpleNamespace(is_alive=lambda: not has_ended)
+    monkeypatch.setattr(log_lines.threading, "main_thread", lambda: main)
+    logger = logging.getLogger(CLIENT)
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level("WARNING", CLIENT):
+        logger.warning(ENGINE_GONE)
+        logger.warning("another")
+    assert [record.msg for record in caplog.records] == [ENGINE_GONE, "another"][has_ended:]
