@@ -42,14 +42,17 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
+# Before set-up, which takes minutes. A name with a slash may be one on the hub.
+ifeq ($(filter serve,$(MAKECMDGOALS))$(findstring /,$(CHECKPOINT))$(wildcard $(CHECKPOINT)),serve)
+$(error There is no folder '$(CHECKPOINT)'. CHECKPOINT=FOLDER names one, such as checkpoints/diffusiongemma-tiny)
+endif
+
 # With what lets clients watch canvases, and the page /canvas (docs/canvases.md).
 serve: export VLLM_PLUGINS := vllm_dllm,vllm_dllm_canvas
 ifndef V
 serve: export VLLM_LOGGING_CONFIG_PATH := $(CURDIR)/scripts/quiet_log.json
 endif
 serve: setup ## serve the shipped checkpoint on port 8000 (PORT=..., V=1 shows the whole log)
-	$(if $(findstring /,$(CHECKPOINT))$(wildcard $(CHECKPOINT)),,$(error There is no folder '$(CHECKPOINT)'. \
-	  CHECKPOINT=FOLDER names one, such as checkpoints/diffusiongemma-tiny))
 	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \
 	  --diffusion-config '{"canvas_length": 64}' --dtype float32 --max-model-len 1024 \
 	  --kv-cache-memory-bytes 1G

@@ -5,6 +5,7 @@ Imports nothing of vLLM, whose modules log while they are being imported.
 
 import logging
 import re
+import threading
 import traceback
 
 ENGINE = "vllm.v1.engine.core"
@@ -51,10 +52,22 @@ WRONG_CPU_WARNINGS = {
 replaced (`vllm_dllm.cpu`), and a CPU worker's threads are meant to compute."""
 
 
+CLIENT = "vllm.v1.engine.core_client"
+ENGINE_GONE = "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup"
+"""What `CLIENT` warns of an engine that ends. At the end of a user's program it is expected to."""
+
+
 def drop_wrong_warnings() -> None:
-    """Has vLLM's loggers drop `WRONG_WARNINGS` that name only our classes. Repeatable."""
+    """Has vLLM's loggers drop `WRONG_WARNINGS` that name only our classes, and `ENGINE_GONE` at the
+    end of a program. Repeatable."""
     for name in WRONG_WARNINGS:
         logging.getLogger(name).addFilter(_is_right)
+    logging.getLogger(CLIENT).addFilter(_is_before_end)
+
+
+def _is_before_end(record: logging.LogRecord) -> bool:
+    """Returns whether a record is not `ENGINE_GONE` of a program whose main thread has ended."""
+    return record.msg != ENGINE_GONE or threading.main_thread().is_alive()
 
 
 def drop_wrong_cpu_warnings() -> None:

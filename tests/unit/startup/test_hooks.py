@@ -2,13 +2,15 @@
 
 import json
 import logging
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_dllm.compat import log_lines
-from vllm_dllm.compat.log_lines import WRONG_WARNINGS
+from vllm_dllm.compat.log_lines import CLIENT, ENGINE_GONE, WRONG_WARNINGS
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
 from vllm_dllm.startup.installation import EXAMPLES, check_json_options
@@ -113,3 +115,20 @@ def test_of_ours_and_of_others(logger: str, named: object, is_kept: bool) -> Non
     finally:
         logging.getLogger(logger).removeHandler(handler)
     assert [record.msg.startswith("Another") for record in heard] == [False, True][not is_kept :]
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["while it runs", "at its end"])
+def test_an_engine_that_ends_with_its_program_is_expected_to(
+    has_ended: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_lines.drop_wrong_warnings()
+    vllms = find_spec(CLIENT)
+    assert vllms and vllms.origin and ENGINE_GONE in Path(vllms.origin).read_text()
+    main = SimpleNamespace(is_alive=lambda: not has_ended)
+    monkeypatch.setattr(log_lines.threading, "main_thread", lambda: main)
+    logger = logging.getLogger(CLIENT)
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level("WARNING", CLIENT):
+        logger.warning(ENGINE_GONE)
+        logger.warning("another")
+    assert [record.msg for record in caplog.records] == [ENGINE_GONE, "another"][has_ended:]
