@@ -45,10 +45,17 @@ def admit_before_streams(count_tokens: Callable[[Any, Any], TokenCounter | None]
 
     @wrap(f"{responses}._generate_with_builtin_tools")
     def respond(
-        stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
+        stock: Any,
+        self: Any,
+        request_id: str,
+        engine_input: Any,
+        sampling_params: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
-        prompt = admit_prompt(self.engine_client, prompt, params, request_id, options)
-        return stock(self, request_id, prompt, params, *args, **options)
+        engine = self.engine_client
+        prompt = admit_prompt(engine, engine_input, sampling_params, request_id, options)
+        return stock(self, request_id, prompt, sampling_params, *args, **options)
 
     for module in _LOGS_MISTAKES:
         logging.getLogger(f"vllm.entrypoints.{module}").addFilter(_is_server_error)
