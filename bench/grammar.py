@@ -27,7 +27,8 @@ from tests.unit.grammar import canvases
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.compiler import GrammarCompiler
 from vllm_dllm.grammar.completion import find_completion
-from vllm_dllm.grammar.rows import CanvasRows, unpack_mask
+from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.rows import CanvasRows
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 K, EOS = 32, 1

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from bench import harness
 from bench.clients import PATIENCE_S, serving
-from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
+from vllm_dllm.config.canvas_feeds import PLUGINS_VARIABLE, WATCHING_PLUGINS
+from vllm_dllm.requests.options import STREAM_CANVASES
 from vllm_dllm.tools.scrape import Change, scrape_canvases
 from vllm_dllm.tools.server_process import HOST, Server
 
@@ -117,11 +118,10 @@ def running(server: Server) -> Iterator[Server]:
 @contextmanager
 def started(model: Path, environment: Mapping[str, str]) -> Iterator[list[Server]]:
     """Without the plugin and with it, stopped."""
-    variable, _, names = WATCHING_PLUGINS.partition("=")
     with ExitStack() as stack:
         servers = [
             stack.enter_context(serving(model, environment=settings))
-            for settings in (environment, {**environment, variable: names})
+            for settings in (environment, {**environment, PLUGINS_VARIABLE: WATCHING_PLUGINS})
         ]
         check(servers, model)
         for server in servers:

@@ -10,9 +10,6 @@ from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_c
 
 logger = init_logger(__name__)
 
-CANVASES = "vllm_dllm_canvas"
-"""The entry point that serves canvases. vLLM loads it only if `VLLM_PLUGINS` names it."""
-
 
 def register() -> None:
     """Installs the extension in this process. Repeatable, and cheap: models are named by string.
@@ -59,7 +56,7 @@ def _install() -> None:
 
         install()
     hooks.install()
-    if CANVASES in (envs.VLLM_PLUGINS or ()):
+    if canvas_feeds.PLUGIN in (envs.VLLM_PLUGINS or ()):
         canvas_feeds.make_socket_folder(envs.VLLM_RPC_BASE_PATH)
     ModelRegistry.register_model(
         DIFFUSION_GEMMA, "vllm_dllm.models.diffusion_gemma:DiffusionGemmaForBlockDiffusion"

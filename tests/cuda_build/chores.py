@@ -167,8 +167,8 @@ def try_tiles(
     vLLM looks for, the shape of what a layer makes with other tiles and by our kernel, and kernels
     compiled."""
     from vllm_dllm.compat import experts
+    from vllm_dllm.config.tiles import all_shipped_tiles
     from vllm_dllm.measured import expert_kernels
-    from vllm_dllm.measured.tiles import all_shipped_tiles
 
     engine = Engine(
         device,

@@ -49,7 +49,7 @@ class CanvasEndpoints:
     """Implements vLLM's interface of endpoint plugins: the page, its files, and the canvases in
     streams."""
 
-    name = "vllm_dllm_canvas"
+    name = canvas_feeds.PLUGIN
     required_tasks = ("generate",)
 
     def __init__(self) -> None:

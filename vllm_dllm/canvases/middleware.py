@@ -63,9 +63,14 @@ class WatchedRequest:
         return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
-def read_request(path: str, headers: RawHeaders, body: bytes) -> WatchedRequest | None:
+def parse_watched_request(
+    path: str,  # a key of `PREFIXES`
+    headers: RawHeaders,
+    body: bytes,
+) -> WatchedRequest | None:
     """Returns the request if it asks for canvases. Returns None if it asks for none, or if its body
-    is no JSON, which vLLM refuses. Makes a random id for a request that has none.
+    is no JSON, which vLLM refuses. Where there is no X-Request-Id, adds one to the headers: the
+    body's `request_id`, or a random one.
 
     Raises:
         RefusedError: the request asks for canvases, but is not a stream of one answer.
@@ -134,7 +139,7 @@ class CanvasStreams:
         except ClientDisconnect:
             return
         try:
-            watched = read_request(path, scope["headers"], body)
+            watched = parse_watched_request(path, scope["headers"], body)
         except RefusedError as refused:
             kind = {"type": "BadRequestError", "param": "vllm_xargs", "code": 400}
             error = {"error": {"message": str(refused)} | kind}  # as vLLM answers

@@ -56,7 +56,7 @@ def stop_gracefully() -> None:
         """Lets requests in flight finish, at most for `timeout` seconds, unless that was done
         before or would block the event loop. Then gives the engine `ENGINE_S` to shut down."""
         # None: the engine is garbage-collected, or never started.
-        if timeout is not None and _is_ours(self.vllm_config):
+        if timeout is not None and _runs_diffusion_or_dflash(self.vllm_config):
             if not _in_event_loop() and not getattr(self, _STOPPING, False):
                 setattr(self, _STOPPING, True)
                 _stop_requests(self, timeout)
@@ -76,7 +76,7 @@ def stop_gracefully() -> None:
     async def close(stock: Any, self: Any, sockets: Any = None) -> None:
         """Waits at most `CONNECTIONS_S` for connections of vLLM's HTTP server."""
         engine = getattr(self.config.app.state, "engine_client", None)
-        if engine is not None and _is_ours(engine.vllm_config):
+        if engine is not None and _runs_diffusion_or_dflash(engine.vllm_config):
             self.config.timeout_graceful_shutdown = CONNECTIONS_S
         await stock(self, sockets)
 
@@ -110,8 +110,8 @@ def leave_signals_to_engine() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _is_ours(config: VllmConfig) -> bool:
-    """Whether this extension serves the configured model or drafts for it."""
+def _runs_diffusion_or_dflash(config: VllmConfig) -> bool:
+    """Whether the configured model is a diffusion model, or has a DFlash drafter."""
     return config.model_config.is_diffusion or has_dflash_method(config.speculative_config)
 
 

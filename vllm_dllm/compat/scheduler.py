@@ -188,12 +188,17 @@ class _ShortenedRequest:
         return getattr(self._request, name)
 
 
-def tokens_in_flight(request: Request, num_kept: int) -> int:
-    """Returns how many tokens of `request` belong to steps whose output is still to come, when
-    `SchedulerHooks.request_stopped` is called with `num_kept`. vLLM counts such tokens as computed,
-    and subtracts them when it caches blocks."""
+def num_tokens_in_flight(request: Request, num_kept: int) -> int:
+    """Returns how many tokens of `request` belong to steps whose output is still to come. vLLM
+    counts these as computed, and subtracts them when it caches blocks.
+
+    Call it only in `SchedulerHooks.request_stopped`, with the hook's `num_kept`: at any other time
+    the number is wrong before vLLM 0.33.
+    """
     if version.is_at_least("0.33"):
         return request.num_in_flight_tokens
+    # vLLM's asynchronous scheduler takes the kept tokens off its placeholders only after this hook.
+    # The other one has no placeholders.
     return max(request.num_output_placeholders - num_kept, 0)
 
 

@@ -64,6 +64,16 @@ def shipped_tiles(file: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+def all_shipped_tiles() -> list[dict[str, int]]:
+    """Returns the tiles of all files that we ship, each once."""
+    shipped: list[dict[str, int]] = []
+    for path in sorted(FOLDER.glob("E=*.json")):
+        for tile in json.loads(path.read_text()).values():
+            if isinstance(tile, dict) and tile not in shipped:
+                shipped.append(tile)
+    return shipped
+
+
 def shipped_block_sizes() -> dict[str, dict[str, int]]:
     """Returns what `block_sizes.json` says, by names of files of tile sizes."""
     found: dict[str, dict[str, int]] = json.loads((FOLDER / BLOCK_SIZES).read_text())

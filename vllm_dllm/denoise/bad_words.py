@@ -23,7 +23,7 @@ class BadWords:
     """The bad words of one request that have two tokens or more."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        """`words`: token ids of each word, at least two."""
+        """`words`: the token ids of each word, two or more a word. There may be no words."""
         # Words by their last token but one; words and a place in them, by the token behind it.
         self._by_previous: dict[int, list[Word]] = defaultdict(list)
         self._by_next: dict[int, list[tuple[Word, int]]] = defaultdict(list)

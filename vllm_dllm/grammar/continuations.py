@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_dllm.grammar.rows import unpack_mask
+from vllm_dllm.grammar.masks import unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_dllm.grammar.rows import pack_mask, remove_tokens_
+from vllm_dllm.grammar.masks import pack_mask, remove_tokens_
 
 Word = tuple[int, ...]
 

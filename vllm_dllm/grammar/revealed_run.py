@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_dllm.grammar.canvas import cut_to_fit
-from vllm_dllm.grammar.rows import LegalPath, mask_of_tokens, only_token
+from vllm_dllm.grammar.masks import mask_of_tokens, only_token
+from vllm_dllm.grammar.rows import LegalPath
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError, mask_with_few_spaces
 

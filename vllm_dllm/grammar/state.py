@@ -7,7 +7,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.rows import add_tokens_, remove_tokens_, unpack_mask
+from vllm_dllm.grammar.masks import add_tokens_, remove_tokens_, unpack_mask
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from vllm_dllm.grammar.gemma_calls import CALL, END
-from vllm_dllm.grammar.rows import pack_mask
+from vllm_dllm.grammar.masks import pack_mask
 
 _SPACE = b" \t\r\n"
 _CHARACTERS = [b'"', *(bytes([c]) for c in (*range(0x30, 0x3A), *range(0x21, 0x7F)) if c != 0x22)]

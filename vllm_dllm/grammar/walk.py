@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.rows import (
-    CanvasRows,
-    LegalPath,
+from vllm_dllm.grammar.masks import (
     has_token,
     mask_of_tokens,
     only_token,
     pack_mask,
     unpack_mask,
 )
+from vllm_dllm.grammar.rows import CanvasRows, LegalPath
 from vllm_dllm.grammar.state import GrammarState
 
 SURE_LOGPROB = math.log(0.99)

@@ -5,7 +5,6 @@ A canvas gives each expert more rows than decoding does and fewer than a prompt.
 those that `config/tuned` has for any GPU: each is compiled, so they are few.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
@@ -69,7 +68,8 @@ def _tiles_by_name(layer: Any, number: int) -> dict[str, dict[str, int]]:
     if not experts.has_tunable_tiles(layer):
         return {}
     in_use = experts.tiles_in_use(layer, number)
-    return {IN_USE: in_use, **{str(each): each for each in all_shipped_tiles() if each != in_use}}
+    others = [each for each in tiles.all_shipped_tiles() if each != in_use]
+    return {IN_USE: in_use, **{str(each): each for each in others}}
 
 
 def _candidates(
@@ -86,13 +86,3 @@ def _candidates(
     if size:
         candidates[OURS] = partial(expert_kernels.run_layer, layer, size, states)
     return candidates
-
-
-def all_shipped_tiles() -> list[dict[str, int]]:
-    """Returns the tiles of all files that we ship, each once."""
-    shipped: list[dict[str, int]] = []
-    for path in sorted(tiles.FOLDER.glob("E=*.json")):
-        for tile in json.loads(path.read_text()).values():
-            if isinstance(tile, dict) and tile not in shipped:
-                shipped.append(tile)
-    return shipped

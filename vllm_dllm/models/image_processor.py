@@ -97,8 +97,10 @@ class ImageProcessingInfo(BaseProcessingInfo):
         return 2 + max(processor.max_soft_tokens for processor in processors)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns how many images and videos a prompt may have; None where the server sets a limit
-        itself."""
+        """Returns how many images and videos a prompt may have: `MAX_ITEMS`, or None (no limit of
+        the model's) for a kind that `--limit-mm-per-prompt` limits. Kinds that cannot be served are
+        left out: both without an image processor; videos without their token, or if the server
+        takes no images and says nothing of videos."""
         if self.image_processor is None:
             return {}
         limits = self.ctx.get_mm_config().limit_per_prompt

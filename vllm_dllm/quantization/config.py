@@ -69,7 +69,7 @@ def adapt_masked_quant_config(config: QuantizationConfig | None) -> Quantization
     Other methods are left to vLLM. None: the checkpoint is not quantised."""
     if not isinstance(config, CompressedTensorsConfig):
         return config
-    return CompressedTensorsOfOurs.copy_of(config)
+    return CpuReadyCompressedTensors.copy_of(config)
 
 
 def _warn_unchecked(scheme: str, layers: str) -> None:
@@ -89,8 +89,9 @@ def _cpu_layers() -> Any:
     return import_module("vllm_dllm.cpu.quantization.layers")
 
 
-class CompressedTensorsOfOurs(CompressedTensorsConfig):
-    """vLLM's configuration, with linears and experts that CPUs can run."""
+class CpuReadyCompressedTensors(CompressedTensorsConfig):
+    """vLLM's configuration of a compressed-tensors checkpoint, whose linears and experts CPUs can
+    run, too."""
 
     @classmethod
     def copy_of(cls, config: CompressedTensorsConfig) -> Self:
@@ -108,15 +109,17 @@ class CompressedTensorsOfOurs(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the method that loads and computes `layer`, which vLLM calls `prefix`: on CPUs
-        ours, if there is one, else vLLM's. Raises ValueError if this CPU cannot compute the
-        layer."""
-        method: QuantizeMethodBase | None = None
+        ours, if there is one, else vLLM's. None: it is loaded and computed as in a checkpoint that
+        is not quantised. Raises ValueError if this CPU cannot compute the layer."""
         if current_platform.is_cpu():
+            method: QuantizeMethodBase | None
             method = _cpu_layers().choose_layer_method(self, layer, prefix)
-        return method or super().get_quant_method(layer, prefix)
+            if method is not None:
+                return method
+        return super().get_quant_method(layer, prefix)
 
 
-class ServedCompressedTensors(CompressedTensorsOfOurs):
+class ServedCompressedTensors(CpuReadyCompressedTensors):
     """The quantization configuration of DiffusionGemma, all of whose layers are known here."""
 
     def check(self, text_config: PretrainedConfig) -> None:
@@ -140,8 +143,8 @@ class ServedCompressedTensors(CompressedTensorsOfOurs):
                 _cpu_layers().log_emulation(kind, has_experts)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns the method that loads and computes `layer`, which vLLM calls `prefix`. Raises
-        ValueError if embeddings are quantised."""
+        """Returns the method that loads and computes `layer`, as its parent does. Raises ValueError
+        also if embeddings are quantised."""
         is_lm_head = isinstance(layer, ParallelLMHead)
         is_embedding = isinstance(layer, VocabParallelEmbedding) and not is_lm_head
         if is_embedding and self.get_scheme_dict(layer, prefix) is not None:

@@ -29,11 +29,16 @@ class Scheme(Enum):
 
 
 def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
-    """Returns which Scheme a layer has, by vLLM's dictionary `scheme` of it. `layer`: its name, for
-    errors. `OTHER`: not known here, but perhaps vLLM runs it on a GPU.
+    """Returns which Scheme a layer has. `OTHER`: none that is known here, but perhaps vLLM runs it
+    on a GPU.
+
+    `layer`: the layer's name, for errors. `scheme`: vLLM's dictionary of its scheme. `on_cpu`:
+    whether it is to be served on a CPU.
 
     Raises:
-        ValueError: it cannot be served, on a CPU or at all.
+        ValueError: the format is none of compressed-tensors', weights have zero points, groups of
+            NVFP4 have another size than `GROUP_SIZE`, or it would be `OTHER` on a CPU, which has no
+            kernel for it.
     """
     weights: QuantizationArgs = scheme["weights"]
     inputs: QuantizationArgs | None = scheme.get("input_activations")
@@ -47,12 +52,11 @@ def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme
     is_fp4 = weights.strategy == QuantizationStrategy.TENSOR_GROUP and weights.num_bits == 4
     if is_fp4 and weights.group_size != GROUP_SIZE:
         raise _unsupported(layer, f"group_size must be {GROUP_SIZE}, got {weights.group_size}")
-    is_served = inputs is None or inputs.symmetric
-    if layout == Scheme.W4A16.value:
-        is_served &= weights.actorder is None
+    has_plain_order = layout != Scheme.W4A16.value or weights.actorder is None
+    is_symmetric = inputs is None or inputs.symmetric
+    found = (_Format.of(weights), _Format.of(inputs))
     for kind, formats in _FORMATS.items():
-        found = (_Format.of(weights), _Format.of(inputs))
-        if is_served and layout == kind.value and found == formats:
+        if has_plain_order and is_symmetric and layout == kind.value and found == formats:
             return kind
     if on_cpu:
         raise _unsupported(layer, f"CPUs cannot run {describe_scheme(scheme)}")

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import KEYS_OF_VLLM
 from vllm_dllm.config.architectures import Family, family_of
-from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.config.canvas_feeds import FEED, PLUGINS_VARIABLE, WATCHING_PLUGINS
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.requests.limits import (
@@ -27,7 +27,6 @@ from vllm_dllm.requests.options import (
     PREFIX,
     STEP_KEYS,
     STREAM_CANVASES,
-    WATCHING_PLUGINS,
     RequestOptions,
     parse_keys,
     server_defaults,
@@ -226,8 +225,8 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
     if options.stream_canvases:
         raise ValueError(
             f"{STREAM_CANVASES} is for streams of /v1/completions and /v1/chat/completions, on "
-            f"a server that was started with {WATCHING_PLUGINS} in its environment. Leave it out "
-            "elsewhere."
+            f"a server that was started with {PLUGINS_VARIABLE}={WATCHING_PLUGINS} in its "
+            f"environment. Leave it out elsewhere."
         )
     if isinstance(options.prediction, str) and tokenizer is None:
         raise ValueError(

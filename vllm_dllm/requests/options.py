@@ -33,7 +33,6 @@ STREAM_CANVASES = f"{PREFIX}stream_canvases"
 """The key that asks for canvases in a stream. The API process (`vllm_dllm.canvases`) serves it and
 removes it from the request. Where nothing removes it, admission refuses the request."""
 PREDICTION = f"{PREFIX}prediction"
-WATCHING_PLUGINS = "VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas"
 MASKED_ENTROPY_BOUND = 0.35  # nats, as in SDAR; the default of masked models
 OPTIONS_KEY = "vllm_dllm"
 """The entry of `extra_args` that has the options of an admitted request."""

@@ -21,7 +21,7 @@ from vllm_dllm.compat.runner import get_canvas_numbers
 from vllm_dllm.compat.scheduler import (
     StockDiffusionAsyncScheduler,
     StockDiffusionScheduler,
-    tokens_in_flight,
+    num_tokens_in_flight,
 )
 from vllm_dllm.compat.usage import start_step_counts
 from vllm_dllm.config.extension import ExtensionConfig
@@ -203,7 +203,7 @@ class CanvasScheduling(CountedScheduling):
         if not is_committed:
             # The last block's keys and values are from a denoise step, and no prompt may reuse
             # them: what is computed ends before it, apart from placeholders of a step in flight.
-            in_flight = tokens_in_flight(request, num_kept)
+            in_flight = num_tokens_in_flight(request, num_kept)
             request.num_computed_tokens = request.num_tokens - num_kept + in_flight
             if request.request_id not in self._verified:
                 self.spared_commits.append(block_length)

@@ -15,18 +15,16 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.compat.ending import limit_interrupted_start
-from vllm_dllm.config import tiles
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
 from vllm_dllm.config.masked import MaskedConfig, check_asked_blocks, check_verified
 from vllm_dllm.config.workers import GPU_WORKER
-from vllm_dllm.measured import folder
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.serving_config import checks, steps
-from vllm_dllm.serving_config.experts import prefer_tuned_kernel
+from vllm_dllm.serving_config.experts import prefer_tuned_experts
 from vllm_dllm.serving_config.images import prepare_images
 
 logger = init_logger(__name__)
@@ -184,25 +182,13 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     defaults = server_defaults(extension.defaults, family)
     check_asked_blocks(defaults.get("blocks_in_flight"), extension.blocks_in_flight)
     check_verified(defaults.get("acceptance"), family, extension.blocks_in_flight)
-    offer_tiles(vllm_config, extension)
+    prefer_tuned_experts(vllm_config, extension.kernel_choice)
     if extension.trace_path is not None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
         vllm_config.shutdown_timeout = extension.drain_seconds
     checks.check_weight_files(vllm_config)
     checks.check_stop_tokens(vllm_config)
-
-
-def offer_tiles(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
-    """Lets vLLM find the tile sizes of experts that the setting `kernel_choice` names, by a
-    variable of the environment, and run the kernel that has them. Does nothing for `stock`."""
-    if extension.kernel_choice == "stock":
-        return
-    own = tiles.FOLDER
-    if extension.kernel_choice == "measured":
-        own = folder.result_folder(vllm_config)  # empty before the first start has measured
-    prefer_tuned_kernel(vllm_config, own)
-    tiles.set_tuned_config_folder(own)
 
 
 def set_attention_backend(vllm_config: VllmConfig) -> None:

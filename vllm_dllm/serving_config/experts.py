@@ -9,11 +9,27 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_dllm.config import tiles
+from vllm_dllm.config.extension import KernelChoice
+from vllm_dllm.measured.folder import result_folder
 
 logger = init_logger(__name__)
 
 
-def prefer_tuned_kernel(vllm_config: VllmConfig, folder: Path = tiles.FOLDER) -> None:
+def prefer_tuned_experts(vllm_config: VllmConfig, kernel_choice: KernelChoice) -> None:
+    """Has vLLM run experts with measured tile sizes, those that `kernel_choice` names: sets the MoE
+    backend in `vllm_config`, in place, where we ship tiles for this model and GPU, and
+    VLLM_TUNED_CONFIG_FOLDER in this process' environment, which its children inherit. Leaves alone
+    what the user has set. Does nothing for `stock`, or without an NVIDIA GPU."""
+    if kernel_choice == "stock":
+        return
+    own = tiles.FOLDER
+    if kernel_choice == "measured":
+        own = result_folder(vllm_config)  # empty before the first start has measured
+    set_moe_backend(vllm_config, own)
+    tiles.set_tuned_config_folder(own)
+
+
+def set_moe_backend(vllm_config: VllmConfig, folder: Path = tiles.FOLDER) -> None:
     """Sets `--moe-backend triton` in `vllm_config`, in place, where we ship tile sizes for the
     model's FP8 experts on this GPU. Does nothing without an NVIDIA GPU, if the user named a
     backend, and where `tiles.may_replace_experts` says no."""

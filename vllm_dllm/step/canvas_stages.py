@@ -22,7 +22,7 @@ class Drafts(NamedTuple):
 
     is_draft_np: np.ndarray  # [n] bool
     is_draft: torch.Tensor  # [n] bool, the same on the device
-    is_verified: torch.Tensor  # [n] bool, drafts that this step verifies, not makes
+    verified_now: torch.Tensor  # [n] bool, drafts that this step verifies, not makes
 
 
 class StepInputs(NamedTuple):

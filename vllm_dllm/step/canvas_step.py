@@ -168,7 +168,7 @@ class CanvasStep(ABC):
                 denoised.stats.entropy_nats,
                 settled.denoises,
                 is_committed=denoised.is_committed,
-                is_verified=None if inputs.drafts is None else inputs.drafts.is_verified,
+                verified_now=None if inputs.drafts is None else inputs.drafts.verified_now,
                 cut=cut,
             )
 

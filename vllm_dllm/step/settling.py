@@ -140,7 +140,7 @@ def _settle_drafts(
         emitted = torch.where(inputs.cut, 0, emitted)
     has_nothing_to_draft = is_draft & (inputs.numbers.width == 1)
     return settled._replace(
-        best_guess=torch.where(drafts.is_verified[:, None], verified.tokens, settled.best_guess),
+        best_guess=torch.where(drafts.verified_now[:, None], verified.tokens, settled.best_guess),
         at_once=at_once,
         ends=inputs.commits | at_once,
         commits_next=settled.finished & ~at_once | has_nothing_to_draft,

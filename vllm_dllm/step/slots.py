@@ -160,7 +160,7 @@ class CanvasSlots:
         write."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
-    def is_committing(self, idx: Index) -> torch.Tensor:
+    def are_committing(self, idx: Index) -> torch.Tensor:
         """Returns [n] bool: slots `idx` whose canvas the next forward commits."""
         return self.columns.is_committing[idx] == 1
 

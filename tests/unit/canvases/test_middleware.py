@@ -15,7 +15,8 @@ from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
 from vllm_dllm.canvases.stream import InterleavedStream
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.canvas_feeds import FEED, pack_canvases, pack_end
+from vllm_dllm.config.canvas_feeds import FEED
+from vllm_dllm.requests.canvas_messages import pack_canvases, pack_end
 from vllm_dllm.requests.options import STREAM_CANVASES
 
 BODY: dict[str, Any] = {

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from bench.dummy_checkpoint import SHAPE_26B
 from vllm_dllm.config import tiles
-from vllm_dllm.serving_config.experts import prefer_tuned_kernel
+from vllm_dllm.serving_config.experts import set_moe_backend
 
 EXPERTS, WIDTH = SHAPE_26B["num_experts"], SHAPE_26B["moe_intermediate_size"]
 
@@ -92,7 +92,7 @@ def config(
 
 
 def backend_of(given: Any) -> str:
-    prefer_tuned_kernel(given)
+    set_moe_backend(given)
     return str(given.kernel_config.moe_backend)
 
 
@@ -124,7 +124,7 @@ def test_other_gpus_and_tiles_of_the_user_keep_vllm_s_kernel(
     monkeypatch.setenv(tiles.VARIABLE, "/mine")
     assert backend_of(config()) == "auto"
     own = config()
-    prefer_tuned_kernel(own, Path("/mine"))
+    set_moe_backend(own, Path("/mine"))
     assert own.kernel_config.moe_backend == "triton", "the folder of this server's measurements"
     monkeypatch.delenv(tiles.VARIABLE)
     monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "NVIDIA A100")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_dllm.grammar.rows import unpack_mask
+from vllm_dllm.grammar.masks import unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 
 

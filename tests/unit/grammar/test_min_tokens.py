@@ -21,8 +21,8 @@ from tests.unit.grammar.canvases import (
     text_of,
 )
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
+from vllm_dllm.grammar.masks import has_token
 from vllm_dllm.grammar.patterns import mend_patterns
-from vllm_dllm.grammar.rows import has_token
 from vllm_dllm.grammar.state import GrammarState
 
 OTHER_STOP = 300

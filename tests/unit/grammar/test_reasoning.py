@@ -21,7 +21,7 @@ from tests.unit.grammar.special_tokens import (
 from vllm_dllm.grammar.canvas import ConstrainedCanvas, constrain_canvas
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.rows import has_token
+from vllm_dllm.grammar.masks import has_token
 from vllm_dllm.grammar.state import GrammarState, Reasoning
 
 THINK = Reasoning(frozenset({THOUGHT_ENDS}))

@@ -78,8 +78,10 @@ def combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **block_sizes: int,
 ) -> None:
-    """Writes the sampled token and the drafts at the end of each request's query, past its prefill.
-    Also writes the rows of the hidden states that become logits: the last ones of each query."""
+    """Writes the last sampled token and then the drafts to the end of the query in `input_ids`, for
+    requests past their prefill. The sampled token is left out where its place still belongs to the
+    prompt, or if `NUM_NEW_SAMPLED_TOKENS` is 0. For all requests, writes to `logits_indices` which
+    rows become logits: the last ones of the query."""
     ids, rows = input_ids.numpy(), logits_indices.numpy()
     last_sampled, drafts = last_sampled_tokens.numpy(), draft_tokens.numpy()
     slots = idx_mapping.tolist()

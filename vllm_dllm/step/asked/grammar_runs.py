@@ -4,7 +4,6 @@ A revealed token stays, so a grammar's state moves on when tokens are revealed, 
 emitted. The run is found on the host, so a step with such a canvas waits for the device.
 """
 
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -107,52 +106,60 @@ class GrammarRuns(CanvasGrammars):
         self,
         batch: CanvasBatch,
         starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
-        are_verified: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies
+        verified_now: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies
         canvas: torch.Tensor,  # [n, C] int64, drafts
         draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
         lead: int,  # how many positions ahead a row of a verified canvas predicts: 0 or 1
     ) -> torch.Tensor:
-        """Returns `tokens` [n, C] int64 with legal tokens in the verified canvases that have a
-        grammar, and moves their grammars on by these. They go up to and including the first that
-        differs from the draft. Waits for the device."""
+        """Returns `tokens` [n, C] int64, with tokens that the grammar allows in verified canvases
+        that have one: in each row up to and including the first whose token differs from the draft.
+        Rows that the answer has passed before, and those behind the difference, keep theirs. Moves
+        the grammars on by the new tokens. Waits for the device."""
         if not self.any_in(batch):
             return tokens
-        chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
-        on_host = torch.cat((starts[:, None], are_verified.long()[:, None], canvas), dim=1).tolist()
+        legal = np.full(tokens.shape, _NONE, dtype=np.int64)
+        on_host = torch.cat((starts[:, None], verified_now.long()[:, None], canvas), dim=1).tolist()
         for i, (start, is_verified, *drafted) in enumerate(on_host):
             slot = batch.slots_list[i]
             if slot in self._answers and is_verified:
+                # With a lead, the last row predicts a token behind the canvas: it has no draft.
                 drafted = [*drafted, _NONE][lead : lead + int(batch.lengths_np[i])]
                 choose = draws.legal_in_canvas(i)
-                first, verified = self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
-                chosen[i, first : first + len(verified)] = verified
-        legal = self._to_device(chosen)
-        return torch.where(legal == _NONE, tokens, legal)
+                first, run = self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
+                legal[i, first : first + len(run)] = run
+        return self._replace_tokens(tokens, legal)
 
     def _verify_draft(
-        self, slot: int, begin: int, drafted: list[int], choose: ChooseCandidate, emits: bool
+        self,
+        slot: int,
+        begin: int,  # absolute position that the canvas' first row predicts
+        drafted: list[int],  # the draft's token for each row
+        choose: ChooseCandidate,
+        emits: bool,
     ) -> tuple[int, list[int]]:
-        """Returns the first row of the slot's draft that its answer has not reached, and the legal
-        tokens from there on, up to and including the first that differs from the drafted one. Moves
-        the answer on by them. There are fewer if the answer ends or its grammar is given up.
+        """Chooses the legal token of one row after the other, until one differs from the draft, the
+        answer ends or its grammar is given up. Moves the slot's answer on by these tokens. Returns
+        the first row that the answer had not passed before, and the tokens from there on.
 
-        `begin`: the absolute position of the first drafted token. `emits`: whether each token is
-        emitted now, so that the canvas of a preempted request begins anew behind them.
+        `emits`: whether this step emits the tokens up to the difference. The next canvas begins
+        there, and so does the canvas of a request that comes back after a preemption.
         """
         answer = self._update_answer(slot, begin)
-        first = 0 if answer is None else answer.position - begin
-        verified: list[int] = []
+        if answer is None:
+            return 0, []
+        first = answer.position - begin
+        chosen: list[int] = []
         for row, draft in enumerate(drafted[first:], first):
-            if answer is None or answer.state.has_ended or answer.position >= answer.end:
+            if answer.state.has_ended or answer.position >= answer.end:
                 break
             if emits:
                 answer.canvas = answer.current_mark
             run = self._reveal_run(slot, choose, row, row + 1, _ONE)
-            verified += run or ()
+            chosen += run or ()
             if run != [draft]:
                 break
-        return first, verified
+        return first, chosen
 
     def legal_drafts(
         self,
@@ -162,26 +169,42 @@ class GrammarRuns(CanvasGrammars):
         draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
     ) -> torch.Tensor:
-        """Returns `tokens` [n, C] int64 with legal tokens in the drafted canvases that have a
-        grammar, as far as its path goes. Grammars stay where they are. Waits for the device."""
+        """Returns `tokens` [n, C] int64, with a legal path in the drafted canvases that have a
+        grammar: from the first row that their answer has not passed, as far as a path is found.
+        Grammars stay where they are, and move on when the draft is verified. Waits for the
+        device."""
         if not self.any_in(batch):
             return tokens
-        chosen = np.full(tokens.shape, _NONE, dtype=np.int64)
+        legal = np.full(tokens.shape, _NONE, dtype=np.int64)
         on_host = torch.stack((starts, are_drafted.long()), dim=1).tolist()
         for i, (start, is_drafted) in enumerate(on_host):
             slot, length = batch.slots_list[i], int(batch.lengths_np[i])
-            if slot not in self._answers or not is_drafted:
-                continue
-            answer = self._update_answer(slot, start)
-            if answer is None or answer.position >= answer.end:
-                continue
-            first, num_tokens = answer.position - start, answer.end - answer.position
-            state, choose = answer.state.copy(), draws.legal_in_canvas(i)
-            with suppress(StuckError):  # the step that verifies the draft gives the grammar up
-                run = reveal_run(state, choose, first, length, num_tokens, _ALL, answer.stop_token)
-                chosen[i, first : first + len(run.tokens)] = run.tokens
-        legal = self._to_device(chosen)
-        return torch.where(legal == _NONE, tokens, legal)
+            if slot in self._answers and is_drafted:
+                first, path = self._find_draft(slot, start, length, draws.legal_in_canvas(i))
+                legal[i, first : first + len(path)] = path
+        return self._replace_tokens(tokens, legal)
+
+    def _find_draft(
+        self, slot: int, begin: int, length: int, choose: ChooseCandidate
+    ) -> tuple[int, list[int]]:
+        """Returns the first row of the slot's canvas that its answer has not passed, and legal
+        tokens from there on; none if the answer has all its tokens, or no legal path is found. The
+        canvas begins at absolute position `begin` and has `length` rows."""
+        answer = self._update_answer(slot, begin)
+        if answer is None or answer.position >= answer.end:
+            return 0, []
+        first, num_tokens = answer.position - begin, answer.end - answer.position
+        state = answer.state.copy()
+        try:
+            run = reveal_run(state, choose, first, length, num_tokens, _ALL, answer.stop_token)
+        except StuckError:  # the step that verifies the draft gives the grammar up
+            return 0, []
+        return first, run.tokens
+
+    def _replace_tokens(self, tokens: torch.Tensor, legal: np.ndarray) -> torch.Tensor:
+        """Returns `tokens` int64, with those of `legal`, of the same shape, where it has any."""
+        on_device = self._to_device(legal)
+        return torch.where(on_device == _NONE, tokens, on_device)
 
     def legal_first_tokens(
         self,
@@ -208,8 +231,7 @@ class GrammarRuns(CanvasGrammars):
             run = self._reveal_run(slot, draws.legal_in_canvas(i), 0, 1, _ONE)
             if run is not None:
                 (chosen[i],) = run
-        legal = self._to_device(chosen)
-        return torch.where(legal == _NONE, tokens, legal)
+        return self._replace_tokens(tokens, chosen)
 
 
 class _Run(NamedTuple):

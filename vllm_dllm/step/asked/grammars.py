@@ -166,8 +166,10 @@ class CanvasGrammars:
 
     def _give_up(self, slot: int, why: str) -> None:
         """Forgets the slot's grammar, and logs `why` as an error. The scheduler checks what is
-        emitted, and ends the request with an error if it is illegal."""
-        logger.error("A request goes on without its grammar: %s.", why)
+        emitted, and ends the request with an error if it is illegal. After a preemption the grammar
+        is compiled and tried again, from the marks that are kept."""
+        req_id = self._req_states.index_to_req_id[slot]
+        logger.error("Request %s goes on without its grammar: %s.", req_id, why)
         self.remove_request(slot)
 
     def cut_answers(self, batch: CanvasBatch) -> list[int]:

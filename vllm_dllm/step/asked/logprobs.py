@@ -162,7 +162,7 @@ class StepLogprobs:
         batch: CanvasBatch,
         logits: MaskedLogits,  # changed: rows get the logits that their tokens were drawn from
         num_accepted: torch.Tensor,  # [n] int64, how many rows of a verified draft are accepted
-        are_verified: torch.Tensor,  # [n] bool, drafts; in others only the first row changes
+        verified_now: torch.Tensor,  # [n] bool, drafts; in others only the first row changes
     ) -> None:
         """Moves the logits of verified drafts on by one row, in place, because their rows predict
         the tokens behind them. The first row gets the kept logits. The logits of the last accepted
@@ -171,8 +171,8 @@ class StepLogprobs:
             if (seed := self._seeds.get(slot)) is not None:
                 own = logits.all_rows(in_process=self.reports_processed)[batch.rows_of(i)]
                 (last,) = own.index_select(0, num_accepted[i : i + 1] - 1)
-                self._seeds[slot] = torch.where(are_verified[i], last, seed)
-                own[1:] = torch.where(are_verified[i], own[:-1].clone(), own[1:])
+                self._seeds[slot] = torch.where(verified_now[i], last, seed)
+                own[1:] = torch.where(verified_now[i], own[:-1].clone(), own[1:])
                 own[0] = seed
 
     def report(

@@ -36,7 +36,7 @@ class DraftingStep(MaskedStep):
     def verifies(self, slots: Index) -> torch.Tensor:
         """Returns [n] bool: slots whose canvas holds a draft and is not committed next. The coming
         step reads such a draft causally."""
-        return self.slots.holds_draft[slots, 0] & ~self.slots.is_committing(slots)
+        return self.slots.holds_draft[slots, 0] & ~self.slots.are_committing(slots)
 
     def can_draft(self, batch: CanvasBatch) -> torch.Tensor | None:
         """Returns [n] bool: canvases for whose drafts this step has rows that verify them. Others

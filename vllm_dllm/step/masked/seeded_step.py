@@ -117,13 +117,15 @@ class SeededStep(MaskedStep):
 
     def _sample_seed_tokens(
         self,
-        rows: CanvasBatch,
+        rows: CanvasBatch,  # of n requests, the row before each one's canvas
         logits: torch.Tensor,  # [n, V] fp32
         starts: torch.Tensor,  # [n] int64, where their canvases begin
         is_new: torch.Tensor | None,  # [n] bool, canvases that do begin; None: all
     ) -> torch.Tensor:
-        """Returns [n] int64: tokens sampled from these rows. Keeps their scores for requests that
-        ask for log-probabilities. Waits for the device if a request has a grammar."""
+        """Returns [n] int64: the first token of each canvas, sampled from the row before it; always
+        the most probable one in shifted families (`Family.is_shifted`). For requests that ask for
+        log-probabilities, keeps the tokens' scores and logits where `is_new`. Waits for the device
+        if a request has a grammar."""
         slots, settings = self.slots, self.slot_settings.for_batch(rows)
         guesses = slots.canvas.new_full((rows.num_canvases, 1), NO_TOKEN)
         ruled = MaskedLogits(logits, RuleContext(rows, starts, guesses), self.logit_tools)

@@ -43,6 +43,9 @@ class ShiftedStep(DraftingStep, SeededStep):
     ) -> None:
         """Keeps the logits of first tokens, for log-probabilities: a canvas that begins its block
         has no row for them."""
+        # As the model computed them, whatever the server reports: `_denoise` puts them among a
+        # forward's logits, and the step then processes them like those of other rows. What
+        # `VerifiedStep` keeps is reported as it is.
         kept = logits.all_rows(in_process=False)
         self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
 

@@ -44,13 +44,19 @@ class VerifiedStep(SeededStep):
         return ~self.slot_settings.are_verified(batch.slots_np)
 
     def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> StepInputs:
-        """Reads the slots, and finds which canvases are drafts."""
+        """Reads the slots as `SeededStep` does, and sets `drafts`: which canvases are drafts, and
+        which of these this step verifies. `drafts` stays None if no request of the batch has its
+        drafts verified."""
         inputs = super()._read_slots(batch, input_batch)
         is_draft = self._settings_of(inputs).is_verified
         if is_draft is None:
             return inputs
-        is_draft_np = self.slot_settings.are_verified(batch.slots_np)
-        return inputs._replace(drafts=Drafts(is_draft_np, is_draft, is_draft & inputs.commits))
+        drafts = Drafts(
+            is_draft_np=self.slot_settings.are_verified(batch.slots_np),
+            is_draft=is_draft,
+            verified_now=is_draft & inputs.commits,  # a draft's second step is its commit
+        )
+        return inputs._replace(drafts=drafts)
 
     def _noise(self, inputs: StepInputs) -> torch.Tensor:
         """Returns the noise. It is the same for a position in both steps of a draft: a row that is
@@ -60,7 +66,7 @@ class VerifiedStep(SeededStep):
         is_draft, numbers = inputs.drafts.is_draft, inputs.numbers
         return noise.uniform(
             numbers.noise_key,
-            self._positions(inputs) + inputs.drafts.is_verified[:, None],
+            self._positions(inputs) + inputs.drafts.verified_now[:, None],
             numbers.steps_done.masked_fill(is_draft, 0),
             torch.where(is_draft, noise.INITIAL, noise.CANDIDATE),
         )
@@ -72,7 +78,7 @@ class VerifiedStep(SeededStep):
         if drafts is None:
             return {}
         ruled = self.requests.filters.canvases_with_rules(inputs.batch)
-        return {i: drafts.is_verified[i].long() for i in ruled if drafts.is_draft_np[i]}
+        return {i: drafts.verified_now[i].long() for i in ruled if drafts.is_draft_np[i]}
 
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Denoises the canvases. Log-probabilities of drafts are those before the temperature, as
@@ -92,7 +98,7 @@ class VerifiedStep(SeededStep):
             return None
         batch, ends, C = inputs.batch, inputs.numbers.end, self.canvas_length
         canvas = self.slots.canvas[batch.slot_index]
-        counts = drafts.is_verified if inputs.cut is None else drafts.is_verified & ~inputs.cut
+        counts = drafts.verified_now if inputs.cut is None else drafts.verified_now & ~inputs.cut
         tokens = self.grammars.legal_verified_tokens(
             batch, inputs.starts, counts, canvas, draws, choice.candidates.tokens, lead=1
         )
@@ -111,7 +117,7 @@ class VerifiedStep(SeededStep):
         begins_over = is_last_block(canvas[:, :1], None, inputs.starts + 1, ends, inputs.stops)
         return VerifiedDrafts(
             tokens=torch.where(is_next, next_token, canvas),
-            emitted=torch.where(drafts.is_verified, emitted, begins_over),
+            emitted=torch.where(drafts.verified_now, emitted, begins_over),
             next_token=next_token[:, 0],
         )
 

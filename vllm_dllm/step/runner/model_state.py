@@ -172,7 +172,7 @@ class DiffusionModelState(ModelState):
         assert isinstance(self.step, UniformStep)
         n = batch.num_canvases
         num_tokens = n * batch.canvas_length
-        self._causal[:n] = self.step.slots.is_committing(batch.slots)
+        self._causal[:n] = self.step.slots.are_committing(batch.slots)
         self._symmetric[:n] = self.step.slots.columns.symmetric_window[batch.slots]
         plain = self.model.embed_input_ids(input_ids[:num_tokens])
         self.step.condition(plain, batch, out=self._inputs_embeds[:num_tokens])
@@ -195,7 +195,7 @@ class DiffusionModelState(ModelState):
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
         """Returns `causal` of each request, [N] int, or one number for all: see
         `attention_kernels.masks`."""
-        causal = self.step.slots.is_committing(requests.slots)
+        causal = self.step.slots.are_committing(requests.slots)
         if input_batch.has_prefill:
             causal.masked_fill_(async_tensor_h2d(requests.is_prompt, device=self.device), 1)
         return causal

@@ -36,7 +36,10 @@ class DiffusionSampler:
 
     @property
     def joins_commits(self) -> bool:
-        """Returns whether the scheduler has finished blocks committed beside their successors."""
+        """Returns whether the step that begins a request's next canvas also commits the block
+        before it (`spared_forwards.joins_commits`), as the scheduler said with the latest request.
+        False before the first one. Our workers read it of vLLM's runner
+        (`compat.runner.join_commits`)."""
         return self.step.requests.joins_commits
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:

@@ -86,7 +86,7 @@ class UniformStep(CanvasStep):
             return
         of_canvases = plain if batch.tokens is None else plain[batch.tokens]
         soft = batch.flatten(self.slots.soft_embeds[batch.slot_index])
-        committing = batch.expand_to_rows(self.slots.is_committing(batch.slot_index))[:, None]
+        committing = batch.expand_to_rows(self.slots.are_committing(batch.slot_index))[:, None]
         conditioned = self.model.self_conditioning(of_canvases, soft)
         if batch.tokens is None:
             torch.where(committing, plain, conditioned, out=out)

@@ -15,7 +15,7 @@ def count_canvases(
     entropy_nats: torch.Tensor,  # [n, C]
     denoises: torch.Tensor,  # [n] bool, canvases that are denoised, not committed or taken back
     is_committed: torch.Tensor | None = None,  # [n] bool, as in `Denoised`
-    is_verified: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
+    verified_now: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
     cut: Sequence[int] = (),  # as in `CanvasNumbers`
 ) -> CanvasNumbers:
     """Returns the numbers of a step's canvases for the metrics, still being copied to the host."""
@@ -29,8 +29,8 @@ def count_canvases(
         flags["revealed"] = outcome.revealed
     if is_committed is not None:
         flags["committed"] = is_committed & denoises
-    if is_verified is not None:
-        flags["verified"] = is_verified
+    if verified_now is not None:
+        flags["verified"] = verified_now
     # Written in place, because on small batches each operation costs the same.
     values = entropy_nats.new_empty(3 + len(flags), len(denoises), dtype=torch.float32)
     values[0] = outcome.state.steps_done

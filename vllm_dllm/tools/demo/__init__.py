@@ -19,8 +19,9 @@ from rich.live import Live
 from rich.text import Text
 
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, read_serving_note
+from vllm_dllm.config.canvas_feeds import PLUGINS_VARIABLE, WATCHING_PLUGINS
 from vllm_dllm.errors import InputError, ServerError
-from vllm_dllm.requests.options import STREAM_CANVASES, WATCHING_PLUGINS
+from vllm_dllm.requests.options import STREAM_CANVASES
 from vllm_dllm.tools import server_process
 from vllm_dllm.tools.demo import drawing
 from vllm_dllm.tools.demo.drawing import Step
@@ -67,7 +68,7 @@ def run(
     view = View(Console(highlight=False), pace)
 
     command = server_process.serve_command(checkpoint, port, *OPTIONS)
-    with Server(command, port, log, _environment()) as server:
+    with Server(command, port, log, _plugin_variables()) as server:
         try:
             view.wait_for_server(server, checkpoint)
             for question in questions:
@@ -81,12 +82,12 @@ def run(
             view.print_note(f"\nStopping the server. Its log stays: {log}")
 
 
-def _environment() -> dict[str, str]:
-    """Returns variables for the server: it is to load the user's plugins, and those that show
-    canvases."""
-    variable, _, needed = WATCHING_PLUGINS.partition("=")
-    names = (*os.environ.get(variable, "").split(","), *needed.split(","))
-    return {variable: ",".join(dict.fromkeys(name for name in names if name))}
+def _plugin_variables() -> dict[str, str]:
+    """Returns VLLM_PLUGINS for the server: the plugins that the user's own VLLM_PLUGINS names, and
+    those that show canvases. Without the user's variable, other installed plugins are not
+    loaded."""
+    names = (*os.environ.get(PLUGINS_VARIABLE, "").split(","), *WATCHING_PLUGINS.split(","))
+    return {PLUGINS_VARIABLE: ",".join(dict.fromkeys(name for name in names if name))}
 
 
 @dataclass

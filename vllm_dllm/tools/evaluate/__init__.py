@@ -15,7 +15,12 @@ from rich.console import Console
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report, serving
-from vllm_dllm.tools.evaluate.harness import Outcome, PromptSettings, evaluate
+from vllm_dllm.tools.evaluate.harness import (
+    Outcome,
+    PromptSettings,
+    evaluate,
+    redirect_library_logs,
+)
 from vllm_dllm.tools.evaluate.provenance import describe_machine
 from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.tasks import load_tasks
@@ -46,7 +51,7 @@ def run(
     console = make_console(PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
     rows: list[Row] = []
-    with serving.redirect_library_logs(logs):
+    with redirect_library_logs(logs):
         loaded = load_tasks(tasks or [HELD_OUT], prompting.data)
         serve_options = serving.serve_options(loaded, prompting.serve_options)
         prompting = replace(prompting, serve_options=serve_options)

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import datasets
 import lm_eval
 import requests
 from lm_eval.api.instance import Instance
@@ -24,6 +26,27 @@ from vllm_dllm.tools.server_process import HOST
 APIS = {"chat": "chat/completions", "completions": "completions"}
 ANSWER_SECONDS = 3600  # that one answer may take
 HARNESS_LOG = "lm_eval.log"  # in the folder of a command's logs
+
+
+@contextlib.contextmanager
+def redirect_library_logs(logs: Path) -> Iterator[None]:
+    """Writes what the libraries log inside the block to a file in the folder `logs`, and hides
+    their progress bars."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+    handler = logging.FileHandler(logs / HARNESS_LOG)
+    before = [logger.propagate for logger in loggers]
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+        datasets.enable_progress_bars()
+        handler.close()
 
 
 class _Client(LocalCompletionsAPI):

@@ -1,19 +1,16 @@
-"""Runs a server for the tasks of an evaluation, and keeps the libraries' logs off the terminal."""
+"""Runs a server for the tasks of an evaluation or a tuning."""
 
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import datasets
 import torch
 from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.evaluate.harness import HARNESS_LOG
 from vllm_dllm.tools.evaluate.tasks import longest_answer
 from vllm_dllm.tools.scrape import SERVER_ENVIRONMENT, SERVER_OPTIONS, post_json
 from vllm_dllm.tools.server_process import ENDING_SECONDS, HOST, Server, choose_port, serve_command
@@ -55,18 +52,18 @@ def run_server(
 ) -> Iterator[int]:
     """Serves the checkpoint, with further `options` of `vllm serve`, for the length of a block.
     Yields the port once the server has answered a first request. Its log goes to the folder `logs`.
+    Errors of the block are passed on.
 
     Raises:
-        ServerError: the server did not start, or has ended.
-        InputError: the server did not answer.
+        ServerError: the server did not start, or has ended when the first request or the block
+            raises InputError.
+        InputError: the first request failed.
     """
-    # The harness would ask a proxy, if the environment names one.
-    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), HOST)))
     port = choose_port(None)
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
     command = serve_command(checkpoint, port, *SERVER_OPTIONS, *options)
-    with Server(command, port, log, SERVER_ENVIRONMENT) as server:
+    with _without_proxy(), Server(command, port, log, SERVER_ENVIRONMENT) as server:
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
@@ -80,21 +77,15 @@ def run_server(
 
 
 @contextmanager
-def redirect_library_logs(logs: Path) -> Iterator[None]:
-    """Writes what the libraries log inside the block to a file in the folder `logs`, and hides
-    their progress bars."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
-    handler = logging.FileHandler(logs / HARNESS_LOG)
-    before = [logger.propagate for logger in loggers]
-    datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
+def _without_proxy() -> Iterator[None]:
+    """Lets this process ask servers on `HOST` directly inside the block. The harness would ask a
+    proxy, if the environment names one."""
+    before = os.environ.get("no_proxy")
+    os.environ["no_proxy"] = ",".join(filter(None, (before, HOST)))
     try:
         yield
     finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-        datasets.enable_progress_bars()
-        handler.close()
+        if before is None:
+            del os.environ["no_proxy"]
+        else:
+            os.environ["no_proxy"] = before

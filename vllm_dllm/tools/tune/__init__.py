@@ -20,7 +20,7 @@ from rich.progress import Progress
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.evaluate import serving
-from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate
+from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate, redirect_library_logs
 from vllm_dllm.tools.evaluate.provenance import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.server_process import check_checkpoint
@@ -75,7 +75,7 @@ def run(checkpoint: Path, **options: Any) -> None:
     console = make_console(PIPE_COLUMNS)
     logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with serving.redirect_library_logs(logs):
+    with redirect_library_logs(logs):
         task = _load_task(settings)
         serve_options = serving.serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:

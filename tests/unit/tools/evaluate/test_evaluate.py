@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -70,9 +71,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_limit(make: Make) -> None:
+def test_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "example.org")
     options = ["--task", "task.yaml", "--limit", "1", "-o", "out"]
     assert cli.main(["eval", make("good", {"Hi!": "DIE"}), *options]) == 0
+    assert os.environ["no_proxy"] == "example.org", "the user's, for what follows"
     (row,) = json.loads(Path("out/eval.json").read_text())["rows"]
     assert (row["prompts"], row["accuracy"], row["stderr"]) == (1, 1.0, None)
 
