@@ -103,10 +103,8 @@ def _check_tensors(
     num_tokens, num_heads, head_size = _checked_shape("query", batch.query, 3)
     num_blocks, block_size, num_kv_heads, _ = _checked_shape("key_cache", batch.key_cache, 4)
     num_reqs, max_blocks = _checked_shape("block_table", batch.block_table, 2)
-    cache_shape, cache_dtype = (
-        (num_blocks, block_size, num_kv_heads, head_size),
-        batch.key_cache.dtype,
-    )
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
+    cache_dtype = batch.key_cache.dtype
     expected: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype], ...] = (
         ("key_cache", batch.key_cache, cache_shape, cache_dtype),  # dtype: `_check_options`
         ("value_cache", batch.value_cache, cache_shape, cache_dtype),

@@ -38,11 +38,9 @@ class Chunks:
     def allocate(cls, batch: Batch, window_left: int) -> "Chunks":
         """Returns chunks whose tensors are not set yet. The shapes depend only on those of `batch`
         and on the window, so a CUDA graph can capture what uses them."""
-        table, block_size, num_tokens = (
-            batch.block_table,
-            batch.key_cache.shape[1],
-            len(batch.query),
-        )
+        table = batch.block_table
+        block_size = batch.key_cache.shape[1]
+        num_tokens = len(batch.query)
         num_reqs, num_pages = table.shape
         num_chunks = num_tokens // CHUNK + num_reqs  # see `tiling.find_request`
         if window_left >= 0:

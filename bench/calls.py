@@ -26,7 +26,7 @@ from openai import OpenAI
 from bench import harness
 from bench.clients import PATIENCE_S, serving
 from checkpoints.recipes.exact_match import read_rows
-from vllm_dllm.requests.gemma_reader import read_calls
+from tests.gemma_answers import read_whole_answer
 from vllm_dllm.tools import server_process
 
 PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "gemma4_strict")
@@ -87,7 +87,7 @@ class Asked:
 
 
 def expected_call(row: Row) -> Call:
-    (call,) = read_calls(row["answer"])[1]
+    (call,) = read_whole_answer(row["answer"])[1]
     return call.name, json.loads(call.arguments)
 
 

@@ -33,8 +33,8 @@ from bench import harness
 from bench.calls import as_json, expected_call, fits, in_json, looked_up
 from checkpoints.recipes.exact_match import read_rows
 from checkpoints.recipes.words import CAPITALS, NAMES, NOUNS
+from tests.gemma_answers import read_whole_answer
 from vllm_dllm.grammar.gemma_calls import CALL
-from vllm_dllm.requests.gemma_reader import read_calls
 
 FOLDER = harness.ROOT / "checkpoints"
 MOST_TRIES = 4  # one, and three more
@@ -82,7 +82,7 @@ def of_call(row: dict[str, Any]) -> Asked:
     form = StructuredOutputsParams(structural_tag=json.dumps({"format": calls}))
 
     def read(text: str) -> Any:
-        found = [(call.name, as_json(call.arguments)) for call in read_calls(text)[1]]
+        found = [(call.name, as_json(call.arguments)) for call in read_whole_answer(text)[1]]
         return found if fits(found, row["tools"]) else None
 
     return Asked(row["messages"], form, row["answer"], read, [expected_call(row)], row["tools"])

@@ -49,7 +49,7 @@ def _install() -> None:
     logprobs.cache_token_texts()
     logprobs.return_revealed_steps()
     ending.stop_gracefully()
-    metrics.set_metrics(CanvasMetrics, DraftMetrics)
+    metrics.add_canvas_and_draft_metrics(CanvasMetrics, DraftMetrics)
     register_custom_attention_backend(attention.GPU_BACKEND)
     if current_platform.is_cpu():
         from vllm_dllm.cpu.install import install

@@ -95,11 +95,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         config = self.config
-        heads, kv_heads, D = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        D = config.head_dim
         qkv = self.query_key_value(x).view(len(x), -1, D).transpose(0, 1)  # [heads, T, D]
         query, key, value = qkv.split((heads, kv_heads, kv_heads))
         query = self.rotate(self.query_layernorm(query), position)

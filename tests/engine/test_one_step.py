@@ -65,10 +65,8 @@ def test_canvas_cut_short_by_the_end_of_the_context(engine: GetEngine, tiny: Get
 def test_trained_checkpoint(engine: GetEngine) -> None:
     served = engine(TRAINED)
     model = reference.load(TRAINED)
-    vocab_size, window = (
-        model.config.text_config.vocab_size,
-        model.config.text_config.sliding_window,
-    )
+    vocab_size = model.config.text_config.vocab_size
+    window = model.config.text_config.sliding_window
     lengths = [1, window - 1, window, window + 1, 3 * window, 10 * window]
     prompts = [random_ids(length, vocab_size, seed=length) for length in lengths]
     canvases = [random_ids(model.config.canvas_length, vocab_size, seed=7) for _ in lengths]

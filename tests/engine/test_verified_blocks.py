@@ -108,11 +108,9 @@ def test_rules_see_every_token_before(
     """Those that the same step reveals, too."""
     checkpoint, plain = made("SDAR", 4)
     model, tokens = engine(checkpoint, ROOM, block_size=32), FEW if words else MANY
-    tokenizer, decode, prompts = (
-        model.llm.get_tokenizer(),
-        DraftingReference(plain, tokens),
-        prompts_of(4),
-    )
+    tokenizer = model.llm.get_tokenizer()
+    decode = DraftingReference(plain, tokens)
+    prompts = prompts_of(4)
     asked = options | {"bad_words": [tokenizer.decode(word) for word in words]}
     params = params_of(GREEDY, 61, 0, allowed_token_ids=tokens, **asked)
     found = generate(model, prompts, [params] * len(prompts))

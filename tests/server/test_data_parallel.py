@@ -39,10 +39,8 @@ LONG = (f"Reverse: {' '.join([WORDS] * 8)}", f"Sort: {' '.join('qdxaornizlv' * 1
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder, options = (
-        tmp_path_factory.mktemp("two-engines"),
-        (*UNCOMPILED, "--data-parallel-size", "2", "--api-key", *KEYS),
-    )
+    folder = tmp_path_factory.mktemp("two-engines")
+    options = (*UNCOMPILED, "--data-parallel-size", "2", "--api-key", *KEYS)
     with serving(CHECKPOINT, folder, *options, env=cores() | WATCHED) as it:
         yield it
 

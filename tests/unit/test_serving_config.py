@@ -22,7 +22,7 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
-from vllm_dllm.serving_config import steps
+from vllm_dllm.serving_config import cuda_graphs, num_requests
 
 Configure = Callable[..., VllmConfig]
 
@@ -154,8 +154,8 @@ def on_h100(
 ) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
-    monkeypatch.setattr(steps, "current_platform", platform)
-    log = logged(steps, "info")
+    monkeypatch.setattr(num_requests, "current_platform", platform)
+    log = logged(cuda_graphs, "info")
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
         text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)
@@ -179,9 +179,9 @@ def on_h100(
             compilation_config=SimpleNamespace(**graphs | options),
         )
         if max_num_seqs is None:
-            most = steps.default_max_num_seqs(config)
+            most = num_requests.default_max_num_seqs(config)
             config.scheduler_config.max_num_seqs = most
-        steps.choose_cuda_graphs(config)
+        cuda_graphs.log_capacity(config, cuda_graphs.choose_capture_sizes(config))
         return config, log[-1]
 
     return choose
@@ -237,7 +237,8 @@ def test_what_the_user_said_of_graphs_stays(
     config, line = on_h100(**settings)
     expected = settings.get("cudagraph_capture_sizes")
     assert config.compilation_config.cudagraph_capture_sizes == expected
-    assert line.endswith("CUDA graphs as configured.")
+    is_on = settings.keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    assert line.endswith("CUDA graphs as configured." if is_on else "CUDA graphs are off.")
 
 
 def test_more_requests_than_a_step_holds_are_said_to_wait(on_h100: Callable[..., Any]) -> None:

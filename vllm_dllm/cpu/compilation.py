@@ -22,8 +22,11 @@ from vllm_dllm.cpu.processor import instruction_set
 
 logger = init_logger(__name__)
 
-MODEL_ROOMS = ("attention", "compat", "cpu", "drafters", "models", "quantization")
+MODEL_FOLDERS = ("attention", "compat", "config", "cpu", "drafters", "models", "quantization")
 """Folders whose sources shape the model when it is built."""
+OUTSIDE_FORWARD = ("denoise", "requests", "step")
+"""Folders that models import only for what runs around the compiled forward, and that do not shape
+the model: the sampler's constants, checks of images, and the classes of model states."""
 
 
 def has_compiler() -> bool:
@@ -68,7 +71,7 @@ def reuse_compiled_models(vllm_config: VllmConfig) -> None:
     # torch, the configurations, and the sources of functions called in the forward, but not our
     # sources, which shape the model when it is built.
     key = (
-        sources(),
+        hash_model_sources(),
         f"{torch.get_num_threads()} threads",
         torch.backends.cpu.get_cpu_capability(),  # the vectors in the generated code
         platform.machine(),
@@ -78,11 +81,11 @@ def reuse_compiled_models(vllm_config: VllmConfig) -> None:
     compiled_models.set_compilation_callback(_log_compilation)
 
 
-def sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
-    """Returns a digest, in hexadecimal, of the Python files of `package` in `MODEL_ROOMS`."""
+def hash_model_sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
+    """Returns a digest, in hexadecimal, of the Python files of `package` in `MODEL_FOLDERS`."""
     digest = hashlib.sha256()
-    for room in MODEL_ROOMS:
-        for path in sorted((package / room).rglob("*.py")):
+    for folder in MODEL_FOLDERS:
+        for path in sorted((package / folder).rglob("*.py")):
             digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

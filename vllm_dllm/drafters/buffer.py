@@ -46,6 +46,7 @@ class BlockBuffer:
         self._every = every
         self._seen = 0
         self._warned: set[str] = set()
+        self._drop_lock = threading.Lock()  # guards `dropped` and `_warned`
         self._shard: LineFile | None = None
         self._shard_bytes = 0
         self._queue: queue.Queue[tuple[list[int], int, int] | None] = queue.Queue(QUEUE_LENGTH)
@@ -55,17 +56,18 @@ class BlockBuffer:
     def add_block(
         self,
         request_tokens: Sequence[int],  # prompt and answer; tokens after the block are left out
-        start: int,  # index of the block's anchor in `request_tokens`
+        anchor: int,  # index of the block's anchor in `request_tokens`
         accepted: int,  # number of drafted tokens that the target accepted
     ) -> None:
-        """Queues a verified block: the tokens up to the bonus token, which the target put after the
-        accepted ones. Neither waits nor raises: a block that the full queue cannot take is
-        dropped."""
+        """Queues every `every`-th verified block, and ignores the others. A block is queued as the
+        tokens up to the bonus token, which the target put after the accepted ones. Neither waits
+        nor raises: a block that the full queue cannot take is counted in `dropped`."""
         self._seen += 1
         if self._seen % self._every:
             return
+        end = anchor + 1 + accepted + 1  # anchor, accepted tokens, bonus token
         try:
-            self._queue.put_nowait((list(request_tokens[: start + accepted + 2]), start, accepted))
+            self._queue.put_nowait((list(request_tokens[:end]), anchor, accepted))
         except queue.Full:
             self._count_dropped("the queue is full: blocks come faster than they are written")
 
@@ -77,8 +79,8 @@ class BlockBuffer:
     def _write_blocks(self) -> None:
         """Writes queued blocks until `close`. The thread runs this function."""
         while (block := self._queue.get()) is not None:
-            tokens, start, accepted = block
-            row = {"tokens": tokens, "anchor": start, "accepted": accepted}
+            tokens, anchor, accepted = block
+            row = {"tokens": tokens, "anchor": anchor, "accepted": accepted}
             line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
             if len(line) > self.max_bytes // NUM_SHARDS:
                 self._count_dropped(f"a block of {len(line)} bytes is longer than a shard")
@@ -117,9 +119,11 @@ class BlockBuffer:
             shard.unlink()
 
     def _count_dropped(self, reason: str) -> None:
-        """Counts a dropped block, and logs the first block of each reason."""
-        self.dropped += 1
+        """Counts a dropped block, and logs the first block of each reason. Both threads call it."""
         kind = reason.split(":")[0]
-        if kind not in self._warned:
+        with self._drop_lock:
+            self.dropped += 1
+            is_first = kind not in self._warned
             self._warned.add(kind)
+        if is_first:
             logger.warning("a drafted block was not kept, and more may follow: %s", reason)

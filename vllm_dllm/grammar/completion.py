@@ -69,10 +69,8 @@ def find_shortest_completion(state: GrammarState, max_tokens: int) -> list[int] 
     has at most `max_tokens` tokens."""
     if state.is_complete():
         return []
-    greedy, explored = (
-        complete_greedily(state, max_tokens),
-        complete_by_exploring(state, max_tokens),
-    )
+    greedy = complete_greedily(state, max_tokens)
+    explored = complete_by_exploring(state, max_tokens)
     shortest = _shortest([greedy, explored])
     at_most = max_tokens if shortest is None else min(max_tokens, len(shortest) - 1)
     shorter = search_shortest_first(state, at_most)

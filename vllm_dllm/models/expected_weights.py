@@ -89,7 +89,7 @@ class ExpectedWeights:
     def _check_expected(self, name: str, tensor: torch.Tensor, expected: TensorSpec) -> None:
         """Marks the tensor, and those that it stands for, as found. Raises ValueError unless it is
         as expected."""
-        if complaint := expected.find_mismatch(tensor):
+        if complaint := expected.describe_mismatch(tensor):
             raise ValueError(complaint)
         if expected.equal_in and not tensor.is_meta:
             first, value = self._first_of_fused.setdefault(expected.equal_in, (name, tensor.item()))
@@ -141,11 +141,12 @@ SCALES = {
 
 def describe_wrong_scale(kind: str, tensor: torch.Tensor) -> str | None:
     """Returns what to say of a scale, or scales of groups, that are not positive finite numbers.
-    Returns None for right ones, for other kinds of tensors, and on the meta device."""
+    `kind`: the last part of the tensor's name. Returns None for right scales, for other kinds of
+    tensors, for integers, which have the wrong type, and for tensors on the meta device."""
     if kind not in SCALES or tensor.is_meta or not tensor.is_floating_point():
         return None
     values = tensor.float()
     fit = (values > 0) & values.isfinite()
     if fit.all():
         return None
-    return f"it must only hold positive numbers, got {values[~fit][0].item()}"
+    return f"it must only hold positive finite numbers, got {values[~fit][0].item()}"

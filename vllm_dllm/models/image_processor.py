@@ -70,7 +70,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
             )
         processor = _load_image_processor(model_config.model, model_config.revision, most_tokens)
         if processor is not None:
-            _check_fits_tower(processor, self.get_hf_config().vision_config)
+            _check_fits_tower("image", processor, self.get_hf_config().vision_config)
         return processor
 
     @cached_property
@@ -79,7 +79,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
         `image_processor`. Raises ValueError if it does not fit the vision tower."""
         model_config = self.ctx.model_config
         processor = video_frames.load_frame_processor(model_config.model, model_config.revision)
-        _check_fits_tower(processor, self.get_hf_config().vision_config)
+        _check_fits_tower("video", processor, self.get_hf_config().vision_config)
         return processor
 
     @cached_property
@@ -139,8 +139,10 @@ class ImageProcessingInfo(BaseProcessingInfo):
 def _load_image_processor(
     model: str, revision: str | None, most_tokens: int | None
 ) -> Gemma4ImageProcessorPil | None:
-    """Returns a checkpoint's image processor. Returns None, with a line in the log, if it has
-    none."""
+    """Returns the image processor of the checkpoint `model` (a folder or a name on the hub), with
+    `most_tokens` tokens an image at most; None: as the checkpoint says. Returns None, with a line
+    in the log, if none can be read. Cached: all callers share the object, so do not change it."""
+    # vLLM's None means the default branch, whose name transformers expects.
     options: dict[str, Any] = {"revision": revision or "main"}
     if most_tokens is not None:
         options["max_soft_tokens"] = most_tokens
@@ -153,7 +155,11 @@ def _load_image_processor(
         return None
 
 
-def _check_fits_tower(processor: Gemma4ImageProcessorPil, tower: PretrainedConfig) -> None:
+def _check_fits_tower(
+    kind: str,  # "image" or "video", of what the processor is for
+    processor: Gemma4ImageProcessorPil,
+    tower: PretrainedConfig,
+) -> None:
     """Raises ValueError if the processor may make patches that the tower cannot take."""
     names = ("patch_size", "pooling_kernel_size")
     found, expected = ([getattr(one, name) for name in names] for one in (processor, tower))
@@ -161,7 +167,7 @@ def _check_fits_tower(processor: Gemma4ImageProcessorPil, tower: PretrainedConfi
     longest = processor.max_soft_tokens * processor.pooling_kernel_size
     if found != expected or longest > tower.position_embedding_size:
         raise ValueError(
-            f"The image processor's settings must fit the vision tower: patch_size and "
+            f"The {kind} processor's settings must fit the vision tower: patch_size and "
             f"pooling_kernel_size {expected} and at most {tower.position_embedding_size} patches "
             f"in a row, got {found} and {longest}. Copy processor_config.json and config.json from "
             f"one checkpoint."

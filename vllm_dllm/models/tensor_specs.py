@@ -33,8 +33,10 @@ class TensorSpec(NamedTuple):
     equal_in: str = ""
     """The fused linear whose parts must share its value: vLLM uses one for all of them."""
 
-    def find_mismatch(self, tensor: torch.Tensor) -> str | None:
-        """Returns how `tensor` differs in type or shape, in words. Returns None if it fits."""
+    def describe_mismatch(self, tensor: torch.Tensor) -> str | None:
+        """Returns in words how the type or the shape of `tensor` differs from this one: an end for
+        a sentence about the tensor. Returns None if it fits. A scalar tensor (shape []) fits the
+        shape (1,)."""
         if tensor.dtype not in self.dtypes:
             expected = " or ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
             return f"its type must be {expected}, got {str(tensor.dtype).removeprefix('torch.')}"

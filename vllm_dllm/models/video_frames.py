@@ -27,7 +27,8 @@ _DEFAULTS = {"max_soft_tokens": 70, "num_frames": MAX_FRAMES}
 def load_frame_processor(model: str, revision: str | None) -> Gemma4ImageProcessorPil:
     """Returns the processor that makes patches of frames, with the settings of the checkpoint's
     video processor. Its `num_frames` is the most frames of a video. Raises OSError if the settings
-    cannot be read."""
+    cannot be read. Cached: all callers share the object, so do not change it."""
+    # vLLM's None means the default branch, whose name transformers expects.
     written, _ = BaseVideoProcessor.get_video_processor_dict(model, revision=revision or "main")
     return Gemma4ImageProcessorPil(**(_DEFAULTS | written))
 

@@ -82,7 +82,9 @@ class Vocabulary:
         return first, self.model.embed_tokens.weight[: end - first]
 
     def lm_head_shard(self) -> torch.Tensor:
-        """Returns the LM head's weights [n, H] of the tokens of `vocabulary_shard`."""
+        """Returns the LM head's weights [n, H], a view in the model's dtype, of the tokens of
+        `vocabulary_shard`. With tied embeddings these are the embeddings. The LM head must not be
+        quantised (see `streams_vocabulary`): a packed one has no `weight`."""
         _, embeddings = self.vocabulary_shard()
         if getattr(self.config, "tie_word_embeddings", True):  # as transformers has it
             return embeddings

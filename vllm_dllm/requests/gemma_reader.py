@@ -85,13 +85,6 @@ class GemmaReader:
         return spaces + rest if rest or not self._has_calls else ""
 
 
-def read_calls(text: str) -> tuple[str, list[Call]]:
-    """Returns the text around the calls of a whole answer, and the calls."""
-    reader = GemmaReader()
-    around, calls = reader.read_piece(text)
-    return around + reader.finish(), calls
-
-
 def _read_call(text: str, begin: int) -> tuple[Call, int]:
     """Returns the call whose marker ends at index `begin`, and the index after its arguments.
     Raises _UnfinishedError if the text ends before the call, and _MalformedError if it is no

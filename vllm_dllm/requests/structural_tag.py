@@ -69,8 +69,13 @@ def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _add_format_rule(form: _Format) -> str:
-    """Adds the rule for a format to its grammar, and returns the rule's name. Raises ValueError for
-    an unknown type or option."""
+    """Adds the rule for a format to its grammar, and returns the rule's name.
+
+    Raises:
+        ValueError: the type, an option or a value of this format, or of one inside of it, cannot be
+            used.
+        KeyError: such a format lacks a key.
+    """
     kind = form.node["type"]
     if kind not in _BODY_BY_TYPE:
         raise ValueError(f"{form.path}.type must be one of {sorted(_BODY_BY_TYPE)}, got {kind!r}")
@@ -91,7 +96,8 @@ def _json_schema_body(form: _Format) -> str:
 
 
 def _tag_body(form: _Format) -> str:
-    """Returns the body for a tag. Raises ValueError if `begin` or `end` is no text."""
+    """Returns the body for a tag. Raises ValueError if `begin` is no text, and what
+    `_content_and_end` raises."""
     return f"{quote_literal(_begin_of(form.node, form.path))} {_content_and_end(form)}"
 
 
@@ -103,8 +109,9 @@ def _begin_of(tag: Mapping[str, Any], path: str) -> str:
 
 
 def _content_and_end(form: _Format) -> str:
-    """Returns the body for the part of a tag after its `begin`. Raises ValueError if `end` is no
-    text."""
+    """Returns the body for the part of a tag after its `begin`: the content, and one of the texts
+    in `end`, which may be a single one or a list. Raises ValueError if `end` is neither, or as
+    `_add_format_rule` does for the content."""
     node, lark = form.node, form.lark
     ends = [node["end"]] if isinstance(node["end"], str) else node["end"]
     if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
@@ -118,7 +125,7 @@ def _content_and_end(form: _Format) -> str:
 def _triggered_tags_body(form: _Format) -> str:
     """Returns the body for free text in which a trigger begins one of the format's tags. Where
     `at_least_one` demands a tag, the text begins with it, as in xgrammar. Raises ValueError if a
-    tag begins with no trigger."""
+    tag begins with no trigger, or if one of its keys cannot be used, as in `_tag_body`."""
     node, lark = form.node, form.lark
     free, at_once = [], []
     for i, tag in enumerate(node["tags"]):
@@ -142,7 +149,7 @@ def _triggered_tags_body(form: _Format) -> str:
 
 def _separated_tags_body(form: _Format) -> str:
     """Returns the body for tags with `separator` between them. With `stop_after_first` there is at
-    most one tag."""
+    most one tag. Raises ValueError for a tag that cannot be used."""
     node = form.node
     one = form.lark.add_rule(" | ".join(form.add_rules_of_all("tags")))
     if node.get("stop_after_first"):

@@ -48,7 +48,7 @@ class CanvasCounter:
         traces = config.observability_config.otlp_traces_endpoint is not None
         joins_canvases = family.joins_canvases and not family.is_seeded
         spans = BlockSpans() if traces else None
-        return cls(family.tokens_of_canvas, spans, joins_canvases=joins_canvases)
+        return cls(family.num_answer_tokens, spans, joins_canvases=joins_canvases)
 
     def count_request(self, acceptance: str) -> None:
         """Counts a new request by `acceptance`: its acceptance rule, or its mode if it verifies

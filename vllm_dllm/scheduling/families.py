@@ -35,11 +35,11 @@ class CanvasFamily:
     def canvas_width(self, request: Request) -> int:
         """Returns how many rows the current canvas of `request` has, or the next one if a block
         just ended. Includes rows behind it that are part of no block."""
-        return int(stock_canvas_width(request, self.canvas_length))
+        return self.num_answer_tokens(request)
 
-    def tokens_of_canvas(self, request: Request) -> int:
+    def num_answer_tokens(self, request: Request) -> int:
         """Returns how many tokens of the answer the current canvas of `request` has."""
-        return self.canvas_width(request)
+        return int(stock_canvas_width(request, self.canvas_length))
 
     def num_recomputed(self, num_known: int) -> int:
         """Returns how many of the `num_known` known tokens each step computes anew until their
@@ -76,10 +76,10 @@ class UniformCanvases(CanvasFamily):
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.fits_canvases = extension.fit_canvas
 
-    def canvas_width(self, request: Request) -> int:
+    def num_answer_tokens(self, request: Request) -> int:
         """Returns vLLM's width, narrowed to the tokens that may still come if the request fits
         canvases."""
-        width = super().canvas_width(request)
+        width = super().num_answer_tokens(request)
         if fits_canvases(request.sampling_params):
             width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
         return width
@@ -131,12 +131,12 @@ class AlignedBlocks(MaskedCanvases):
     """
 
     def canvas_width(self, request: Request) -> int:
-        unit, width = self._unit(request), self.tokens_of_canvas(request)
+        unit, width = self._unit(request), self.num_answer_tokens(request)
         if self._has_copies(request) and request.num_tokens + width + unit <= self.max_model_len:
             width += unit
         return width
 
-    def tokens_of_canvas(self, request: Request) -> int:
+    def num_answer_tokens(self, request: Request) -> int:
         unit = self._unit(request)
         return unit - int(request.num_tokens) % unit
 

@@ -15,7 +15,7 @@ from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
 from vllm_dllm.startup.chat_template import check_chat_template
-from vllm_dllm.startup.model_folder import check_models
+from vllm_dllm.startup.model_folder import check_engine_arguments
 
 logger = init_logger(__name__)
 
@@ -38,7 +38,7 @@ def _check_arguments(arguments: EngineArgs) -> None:
     """Raises ValueError if the model, the drafter or the chat template that an engine's arguments
     name cannot be served. Logs which packages are left out."""
     last_line.discard_first_error()
-    check_models(arguments)
+    check_engine_arguments(arguments)
     check_chat_template(Path(arguments.model))
     if installation.left_out:
         logger.info(

@@ -8,6 +8,7 @@ sentencepiece where a tokenizer is missing.
 import json
 import socket
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,25 +29,40 @@ _TOKENIZERS = (
 )
 
 
-def check_models(arguments: EngineArgs) -> None:
-    """Raises ValueError if the model or the drafter in `arguments` is not there or not served."""
+def check_engine_arguments(arguments: EngineArgs) -> None:
+    """Checks what an engine's arguments name: the model, its tokenizer, its architecture (unless
+    remote code is trusted) and the drafter. Raises ValueError (DrafterMismatch, a subclass, for the
+    config of a DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
     if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
-        found = any(path for name in _TOKENIZERS for path in folder.glob(name))
-        if _read_config(folder) and not found:
-            raise ValueError(
-                f"'{folder}' has no tokenizer.json: copy it from where the checkpoint is from, or "
-                f"name a folder that has one with --tokenizer."
-            )
+        _check_tokenizer(folder)
     if not arguments.trust_remote_code:
         _check_architecture(folder)
-    speculative = arguments.speculative_config or {}
+    _check_drafter(arguments.speculative_config or {})
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raises ValueError if the checkpoint in `folder` has no tokenizer. Does nothing for a folder
+    without a config.json."""
+    found = any(path for name in _TOKENIZERS for path in folder.glob(name))
+    if _read_config(folder) and not found:
+        raise ValueError(
+            f"'{folder}' has no tokenizer.json: copy it from where the checkpoint is from, or name "
+            f"a folder that has one with --tokenizer."
+        )
+
+
+def _check_drafter(speculative: Mapping[str, Any]) -> None:
+    """Raises ValueError if the drafter that `--speculative-config` names is missing, and
+    DrafterMismatch if its folder has the config of no DFlash drafter where it must."""
     drafter = speculative.get("model")
-    if isinstance(drafter, str):
-        check_model(drafter)
-        if speculative.get("method") == "dflash" and (config := _read_config(Path(drafter))):
-            read_layout(config, f"'{drafter}' of --speculative-config")
+    if not isinstance(drafter, str):
+        return
+    check_model(drafter)
+    config = _read_config(Path(drafter).expanduser())
+    if speculative.get("method") == "dflash" and config:
+        read_layout(config, f"'{drafter}' of --speculative-config")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -39,8 +39,7 @@ class StepInputs(NamedTuple):
     cut: torch.Tensor | None = (
         None  # [n] bool, canvases whose step is taken back; None: surely none
     )
-    earlier: dict[str, torch.Tensor] | None = None  # `copy_progress` before the step; None with
-    # `cut`
+    earlier: dict[str, torch.Tensor] | None = None  # `snapshot` before the step; None with `cut`
     drafts: Drafts | None = None  # None: no canvas is a draft
 
     @property

@@ -145,7 +145,7 @@ class CanvasStep(ABC):
         )
         canvas = self.settling.write_slots(inputs, denoised, settled)
         if inputs.cut is not None and inputs.earlier is not None:
-            self.slots.restore_progress(batch.slot_index, inputs.cut, inputs.earlier)
+            self.slots.restore(batch.slot_index, inputs.cut, inputs.earlier)
             self.requests.grammars.apply_staged_writes(within_s=0)
         self.requests.filters.count_emitted(batch, settled.best_guess, settled.emitted)
         if self.requests.observers.are_watching(batch):
@@ -206,7 +206,7 @@ class CanvasStep(ABC):
             cut = compiling if cut is None else cut | compiling
         if cut is None:
             return inputs
-        return inputs._replace(cut=cut, earlier=slots.copy_progress(idx))
+        return inputs._replace(cut=cut, earlier=slots.snapshot(idx))
 
     def _cut_canvases(self, inputs: StepInputs, input_batch: InputBatch) -> torch.Tensor | None:
         """Returns [n] bool: canvases of which the scheduler ran too few or too many rows. It runs

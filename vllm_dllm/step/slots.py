@@ -16,7 +16,15 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
 
 # The tensors of `CanvasSlots` that a step changes.
-_PROGRESS = ("numbers", "tokens", "canvas", "soft_embeds", "pinned", "revealed", "holds_draft")
+_CHANGED_BY_STEPS = (
+    "numbers",
+    "tokens",
+    "canvas",
+    "soft_embeds",
+    "pinned",
+    "revealed",
+    "holds_draft",
+)
 
 
 Index: TypeAlias = slice | torch.Tensor
@@ -188,18 +196,17 @@ class CanvasSlots:
         self.first_canvas[slot, : len(first_canvas)] = first_canvas
         self.pinned[slot].index_fill_(0, positions, True)
 
-    def copy_progress(self, idx: Index) -> dict[str, torch.Tensor]:
+    def snapshot(self, idx: Index) -> dict[str, torch.Tensor]:
         """Returns copies of everything that a step changes in the slots `idx` [n], by name."""
-        return {name: getattr(self, name)[idx].clone() for name in _PROGRESS}
+        return {name: getattr(self, name)[idx].clone() for name in _CHANGED_BY_STEPS}
 
-    def restore_progress(
+    def restore(
         self,
         idx: Index,
         taken_back: torch.Tensor,  # [n] bool, slots that are restored
         earlier: dict[str, torch.Tensor],
     ) -> None:
-        """Overwrites the slots `idx` [n] that are `taken_back` with `earlier`, from
-        `copy_progress`."""
+        """Overwrites the slots `idx` [n] that are `taken_back` with `earlier`, from `snapshot`."""
         for name, before in earlier.items():
             now = getattr(self, name)
             mask = taken_back.view(-1, *[1] * (now.dim() - 1))

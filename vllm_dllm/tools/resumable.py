@@ -29,7 +29,7 @@ def check_out(out: Path) -> None:
 
 
 def _exists_error(out: Path) -> InputError:
-    """Returns the error for an OUT that another run has written. Does not raise it."""
+    """Returns the error for an OUT that exists and must not be overwritten. Does not raise it."""
     return InputError(f"{out} exists already: remove it or name another folder")
 
 

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from checkpoints.recipes.target_model import save_target, target_config
 from checkpoints.recipes.tokenizer import build_tokenizer
-from vllm_dllm.tools.drafter.reference import DFlashDrafter, drafter_config, save_drafter
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, make_drafter_config, save_drafter
 
 MASK_TOKEN = "<unused0>"
 
@@ -65,7 +65,7 @@ def make_tiny_drafter(
 ) -> Path:
     """Writes a random drafter for the target in `target` to `path` and returns `path`."""
     mask_token_id = build_tokenizer().convert_tokens_to_ids(MASK_TOKEN)
-    config = drafter_config(
+    config = make_drafter_config(
         Qwen3Config.from_pretrained(target),
         num_layers=num_layers,
         target_layer_ids=target_layer_ids,

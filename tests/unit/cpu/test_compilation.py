@@ -1,5 +1,6 @@
 """Which way a CPU runs the forward."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
     ("place", "name", "value"),
     [
         (compilation, "instruction_set", "avx avx2"),
-        (compilation, "sources", "edited"),
+        (compilation, "hash_model_sources", "edited"),
         (compilation.torch, "get_num_threads", 97),
         (compilation.torch.backends.cpu, "get_cpu_capability", "DEFAULT 2"),
         (compilation.platform, "machine", "aarch64"),
@@ -106,12 +107,24 @@ def test_instruction_set(tmp_path: Path) -> None:
 
 
 def test_sources(tmp_path: Path) -> None:
-    """Every file of the rooms that build models counts, and where the package lies does not."""
+    """Every file of the folders that build models counts, and where the package lies does not."""
     package = Path(vllm_dllm.__path__[0])
-    for room in compilation.MODEL_ROOMS:
-        assert list((package / room).glob("*.py"))
-        shutil.copytree(package / room, tmp_path / room)
-    assert compilation.sources(tmp_path) == compilation.sources()
+    for folder in compilation.MODEL_FOLDERS:
+        assert list((package / folder).glob("*.py"))
+        shutil.copytree(package / folder, tmp_path / folder)
+    assert compilation.hash_model_sources(tmp_path) == compilation.hash_model_sources()
     with (tmp_path / "models" / "diffusion_gemma.py").open("a") as file:
         file.write("# edited")
-    assert compilation.sources(tmp_path) != compilation.sources()
+    assert compilation.hash_model_sources(tmp_path) != compilation.hash_model_sources()
+
+
+def test_each_folder_that_models_import_is_hashed_or_outside_of_the_forward() -> None:
+    package = Path(vllm_dllm.__path__[0])
+    imported = {
+        name
+        for file in (package / "models").rglob("*.py")
+        for name in re.findall(r"(?m)^ *(?:from|import) vllm_dllm\.(\w+)", file.read_text())
+    }
+    assert imported >= {"attention", "step"}, "late imports count, too"
+    known = {*compilation.MODEL_FOLDERS, *compilation.OUTSIDE_FORWARD}
+    assert imported <= known

@@ -22,8 +22,8 @@ def shards(path: Path) -> list[Path]:
 def test_reads_back_what_was_added(tmp_path: Path) -> None:
     buffer = BlockBuffer(tmp_path, max_bytes=100_000)
     tokens = [5, 6, 7, 8, 9, 10, 11]
-    buffer.add_block(tokens, start=2, accepted=3)
-    buffer.add_block(tokens, start=2, accepted=0)
+    buffer.add_block(tokens, anchor=2, accepted=3)
+    buffer.add_block(tokens, anchor=2, accepted=0)
     tokens[0] = 99  # the caller's list is the caller's
     buffer.close()
     assert read_buffer(tmp_path, VOCAB_SIZE) == [
@@ -36,7 +36,7 @@ def test_reads_back_what_was_added(tmp_path: Path) -> None:
 def test_keeps_one_block_in_so_many(tmp_path: Path) -> None:
     buffer = BlockBuffer(tmp_path, max_bytes=100_000, every=3)
     for n in range(9):
-        buffer.add_block([n, n, n], start=1, accepted=0)
+        buffer.add_block([n, n, n], anchor=1, accepted=0)
     buffer.close()
     assert [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)] == [2, 5, 8]
 
@@ -45,7 +45,7 @@ def test_oldest_shards_go_first_and_the_bound_holds(tmp_path: Path) -> None:
     max_bytes = 4000
     buffer = BlockBuffer(tmp_path, max_bytes)
     for n in range(300):
-        buffer.add_block([n] * 20, start=1, accepted=0)
+        buffer.add_block([n] * 20, anchor=1, accepted=0)
     buffer.close()
     assert sum(shard.stat().st_size for shard in shards(tmp_path)) <= max_bytes
     kept = [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)]
@@ -56,7 +56,7 @@ def test_oldest_shards_go_first_and_the_bound_holds(tmp_path: Path) -> None:
 def test_processes_share_a_folder(tmp_path: Path) -> None:
     buffers = [BlockBuffer(tmp_path, 100_000) for _ in range(2)]
     for n, buffer in enumerate(buffers):
-        buffer.add_block([n, n, n], start=1, accepted=0)
+        buffer.add_block([n, n, n], anchor=1, accepted=0)
         buffer.close()
     assert len(shards(tmp_path)) == 2
     assert [s.tokens[0] for s in read_buffer(tmp_path, VOCAB_SIZE)] == [0, 1]
@@ -64,8 +64,8 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_block_longer_than_a_shard_is_dropped(tmp_path: Path) -> None:
     buffer = BlockBuffer(tmp_path, max_bytes=100 * NUM_SHARDS)
-    buffer.add_block([1] * 200, start=1, accepted=198)
-    buffer.add_block([1, 2, 3], start=1, accepted=0)
+    buffer.add_block([1] * 200, anchor=1, accepted=198)
+    buffer.add_block([1, 2, 3], anchor=1, accepted=0)
     buffer.close()
     assert buffer.dropped == 1
     assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 1
@@ -76,12 +76,12 @@ def test_full_disk_loses_blocks_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     buffer = BlockBuffer(tmp_path, max_bytes=100_000)
-    buffer.add_block([1, 1, 1], start=1, accepted=0)
+    buffer.add_block([1, 1, 1], anchor=1, accepted=0)
     buffer.close()
     with caplog.at_level(logging.WARNING), room_for(room):
         full = BlockBuffer(tmp_path, max_bytes=100_000)
         for _ in range(5):
-            full.add_block([2, 2, 2], start=1, accepted=0)
+            full.add_block([2, 2, 2], anchor=1, accepted=0)
         full.close()
     assert full.dropped == 5
     assert len(caplog.records) == 1, "said once"
@@ -93,7 +93,7 @@ def test_full_disk_loses_blocks_and_nothing_else(
 def test_another_file_of_such_a_name_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "blocks-old.jsonl").write_text("")
     buffer = BlockBuffer(tmp_path, max_bytes=100_000)
-    buffer.add_block([1, 1, 1], start=1, accepted=0)
+    buffer.add_block([1, 1, 1], anchor=1, accepted=0)
     buffer.close()
     assert buffer.dropped == 0
     assert len(read_buffer(tmp_path, VOCAB_SIZE)) == 1
@@ -110,11 +110,11 @@ def test_a_slow_disk_does_not_hold_up_the_caller(
         released.wait()
 
     monkeypatch.setattr(buffer, "_append_line", wait)
-    buffer.add_block([1, 2, 3], start=1, accepted=0)
+    buffer.add_block([1, 2, 3], anchor=1, accepted=0)
     assert reached.wait(10)
     with caplog.at_level(logging.WARNING):
         for _ in range(QUEUE_LENGTH + 7):  # returns although nothing is written
-            buffer.add_block([1, 2, 3], start=1, accepted=0)
+            buffer.add_block([1, 2, 3], anchor=1, accepted=0)
     assert buffer.dropped == 7
     assert len(caplog.records) == 1
     assert "queue is full" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from llguidance import grammar_from
 
+from tests.gemma_answers import read_whole_answer
 from tests.unit.grammar.canvases import answer
 from tests.unit.grammar.special_tokens import decode, encode, grammars
 from tests.unit.grammar.test_reasoning import found_for
@@ -18,7 +19,6 @@ from vllm_dllm.grammar.gemma_calls import calls_rule
 from vllm_dllm.grammar.lark import LarkRules
 from vllm_dllm.grammar.schema_forms import SchemaError
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.requests.gemma_reader import read_calls
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
 
@@ -153,7 +153,7 @@ def test_noise_becomes_a_call_that_fits(name: str) -> None:
     schema = FUNCTION_SCHEMAS[name]
     for seed in range(3):
         text = of_noise(start({"f": schema}), seed)
-        around, calls = read_calls(text)
+        around, calls = read_whole_answer(text)
         assert around == "" and [one.name for one in calls] == ["f"], text
         jsonschema.validate(json.loads(calls[0].arguments), schema)
 
@@ -283,7 +283,7 @@ def test_a_call_that_need_not_come_is_not_finished_for_the_model(name: str) -> N
     for most in range(1, len(encode(MEANT)) + 1):
         text, is_cut = cut(OPTIONAL[name], MEANT, most)
         assert whole.startswith(text) and text == decode(encode(MEANT)[:most]) and not is_cut
-        assert bool(read_calls(text)[1]) == (most >= len(encode(MEANT)) - 1)
+        assert bool(read_whole_answer(text)[1]) == (most >= len(encode(MEANT)) - 1)
 
 
 def test_a_second_call_is_not_either() -> None:
@@ -300,7 +300,7 @@ def test_one_that_must_come_is_closed() -> None:
     assert needed is not None
     for most in range(len(needed), len(encode(MEANT))):
         text, is_cut = cut(state, MEANT, most)
-        assert is_cut and [one.name for one in read_calls(text)[1]] == ["weather"]
+        assert is_cut and [one.name for one in read_whole_answer(text)[1]] == ["weather"]
 
 
 def test_another_form_is_closed_beside_calls() -> None:

@@ -170,27 +170,27 @@ DAMAGE: dict[str, tuple[str, Callable[[Weights], Weights], str]] = {
     "scale-is-nan": (
         "FP8_DYNAMIC",
         changed(f"{MLP}.up_proj.weight_scale", lambda w: w * torch.nan),
-        rf"at {re.escape(MLP)}\.up_proj\.weight_scale of .*positive numbers, got nan",
+        rf"at {re.escape(MLP)}\.up_proj\.weight_scale of .*positive finite numbers, got nan",
     ),
     "scale-is-zero": (
         "NVFP4",
         changed(f"{EXPERT}.down_proj.input_global_scale", torch.zeros_like),
-        rf"at {re.escape(EXPERT)}\.down_proj\.input_global_scale of .* positive numbers, got 0\.0",
+        rf"at {re.escape(EXPERT)}\.down_proj\.input_global_scale of .* finite numbers, got 0\.0",
     ),
     "scale-of-a-group-is-nan": (
         "NVFP4",
         changed(f"{EXPERT}.gate_proj.weight_scale", lambda w: one_byte(w, 0x7F)),
-        rf"at {re.escape(EXPERT)}\.gate_proj\.weight_scale of .*positive numbers, got nan",
+        rf"at {re.escape(EXPERT)}\.gate_proj\.weight_scale of .*positive finite numbers, got nan",
     ),
     "scale-of-a-group-is-negative": (
         "NVFP4",
         changed(f"{MLP}.down_proj.weight_scale", lambda w: one_byte(w, 0x80 + 0x38)),
-        rf"at {re.escape(MLP)}\.down_proj\.weight_scale of .*positive numbers, got -1\.0",
+        rf"at {re.escape(MLP)}\.down_proj\.weight_scale of .*positive finite numbers, got -1\.0",
     ),
     "scale-of-the-kv-cache-is-nan": (
         "FP8_DYNAMIC",
         added("model.decoder.layers.1.self_attn.k_scale", torch.tensor([torch.nan])),
-        r"at model\.decoder\.layers\.1\.self_attn\.k_scale of .*positive numbers, got nan",
+        r"at model\.decoder\.layers\.1\.self_attn\.k_scale of .*positive finite numbers, got nan",
     ),
     "global-scales-of-gate-and-up-differ": (
         "NVFP4",

@@ -12,10 +12,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
+from tests.gemma_answers import read_whole_answer
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.special_tokens import IDS
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.requests.gemma_reader import Call, GemmaReader, overlap_length, read_calls
+from vllm_dllm.requests.gemma_reader import Call, GemmaReader, overlap_length
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
@@ -145,7 +146,7 @@ def call(name: str, arguments: dict[str, Any]) -> str:
 @settings(deadline=None)
 def test_what_the_template_writes_is_read(found: list[dict[str, Any]]) -> None:
     text = "Well. " + "".join(call(f"f{i}", one) for i, one in enumerate(found))
-    around, calls = read_calls(text)
+    around, calls = read_whole_answer(text)
     assert around == "Well." and [one.name for one in calls] == [f"f{i}" for i in range(len(found))]
     assert [json.loads(one.arguments) for one in calls] == found
 
@@ -163,17 +164,17 @@ def in_pieces(text: str, cuts: list[int]) -> tuple[str, list[Call]]:
 def test_pieces_are_the_whole(first: Any, second: Any, data: st.DataObject) -> None:
     text = f"\n{call('first', first)} and {call('second', second)}<tur"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    assert in_pieces(text, cuts) == read_calls(text)
+    assert in_pieces(text, cuts) == read_whole_answer(text)
 
 
 @given(ARGUMENTS, ARGUMENTS)
 @settings(deadline=None, max_examples=50)
 def test_a_cut_call_is_none(first: dict[str, Any], second: dict[str, Any]) -> None:
     text = f"So: {call('first', first)}{call('second', second)}"
-    whole = read_calls(text)[1]
+    whole = read_whole_answer(text)[1]
     ends = [i for i in range(len(text)) if text.startswith(END, i)]
     for cut in range(len(text)):
-        around, calls = read_calls(text[:cut])
+        around, calls = read_whole_answer(text[:cut])
         assert calls == whole[: sum(end <= cut for end in ends)]
         # Of a marker's beginning only a stop string can be to blame.
         assert around.startswith(text[: min(cut, 3)]) and CALL not in around
@@ -192,13 +193,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_as_models_write_it(name: str) -> None:
     text, expected = CASES[name]
-    ((one,)) = read_calls(f"<|tool_call>call:f{text}<tool_call|>")[1]
+    ((one,)) = read_whole_answer(f"<|tool_call>call:f{text}<tool_call|>")[1]
     assert json.loads(one.arguments) == expected
 
 
 @pytest.mark.parametrize("text", ["f{}", "call:f{a:1 b:2}x", "call:f{a:[1}", "call:f<"])
 def test_what_is_no_call_is_text(text: str) -> None:
-    assert read_calls(f"<|tool_call>{text}<tool_call|>") == (text, [])
+    assert read_whole_answer(f"<|tool_call>{text}<tool_call|>") == (text, [])
 
 
 STOPPED = {"in the middle": "call", "at the end": ">", "over it": ": <|tool", "included": "tool"}
@@ -215,6 +216,6 @@ def test_a_marker_that_a_stop_string_has_cut_is_no_text(name: str) -> None:
 
 
 def test_what_only_looks_like_a_marker_is_text() -> None:
-    assert read_calls("<") == ("<", []) and read_calls("a <tr") == ("a <tr", [])
+    assert read_whole_answer("<") == ("<", []) and read_whole_answer("a <tr") == ("a <tr", [])
     reader = GemmaReader(reads_calls=False)
     assert reader.read_piece(call("f", {"a": "b"})) == ("call:f{a:b}", [])

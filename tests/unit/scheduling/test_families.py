@@ -35,12 +35,12 @@ def test_a_copy_of_the_block_follows_a_canvas_that_is_verified(in_flight: int) -
     served = family(in_flight)
     for num_tokens, own, behind in ((0, 8, 8), (3, 5, 8), (88, 8, 8), (95, 1, 8), (96, 8, 0)):
         verified = request(num_tokens, "verified")
-        assert served.tokens_of_canvas(verified) == own
+        assert served.num_answer_tokens(verified) == own
         assert served.canvas_width(verified) == own + behind
         assert served.is_partial_block(verified) == (own < B)
         usual = request(num_tokens, "confidence")
         width = in_flight * B - num_tokens % (in_flight * B)
-        assert served.canvas_width(usual) == served.tokens_of_canvas(usual) == width
+        assert served.canvas_width(usual) == served.num_answer_tokens(usual) == width
 
 
 def test_without_room_for_two_blocks_nothing_follows() -> None:

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from vllm_dllm.drafters.layout import DrafterMismatch
-from vllm_dllm.startup.model_folder import check_model, check_models
+from vllm_dllm.startup.model_folder import check_engine_arguments, check_model
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_proxy_is_not_second_guessed(
 def test_the_drafter_too(clone: Path, no_network: None) -> None:
     drafter = {"method": "dflash", "model": "checkpoints/drafter"}
     with pytest.raises(ValueError, match="There is no model 'checkpoints/drafter'"):
-        check_models(arguments("checkpoints/small", speculative_config=drafter))
+        check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))
 
 
 def arguments(model: str, **others: Any) -> Any:
@@ -133,10 +133,10 @@ def test_no_config(clone: Path) -> None:
 def test_no_tokenizer(clone: Path) -> None:
     small = write(clone / "checkpoints" / "small", architectures=["Qwen3ForCausalLM"])
     with pytest.raises(ValueError, match=r"small' has no tokenizer\.json: copy it"):
-        check_models(arguments(small))
-    check_models(arguments(small, skip_tokenizer_init=True))
+        check_engine_arguments(arguments(small))
+    check_engine_arguments(arguments(small, skip_tokenizer_init=True))
     (clone / "checkpoints" / "small" / "tokenizer.json").touch()
-    check_models(arguments(small))
+    check_engine_arguments(arguments(small))
 
 
 def test_an_architecture_that_nobody_knows(clone: Path) -> None:
@@ -145,12 +145,20 @@ def test_an_architecture_that_nobody_knows(clone: Path) -> None:
         clone / "checkpoints" / "small", architectures=["LLaDAModelLM"], model_type="llada"
     )
     with pytest.raises(ValueError, match=r"is a LLaDAModelLM, which cannot be served.*SDARMoeForC"):
-        check_models(arguments(small, tokenizer="elsewhere"))
-    check_models(arguments(small, tokenizer="elsewhere", trust_remote_code=True))
+        check_engine_arguments(arguments(small, tokenizer="elsewhere"))
+    check_engine_arguments(arguments(small, tokenizer="elsewhere", trust_remote_code=True))
 
 
 def test_a_target_is_no_drafter(clone: Path) -> None:
     large = write(clone / "checkpoints" / "large", num_hidden_layers=2)
     drafter = {"method": "dflash", "model": large}
     with pytest.raises(DrafterMismatch, match="is not a DFlash drafter: expected mask_token_id"):
-        check_models(arguments("checkpoints/small", speculative_config=drafter))
+        check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))
+
+
+def test_a_drafter_in_the_home_folder_is_read(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(clone / "checkpoints"))
+    write(clone / "checkpoints" / "large", num_hidden_layers=2)
+    drafter = {"method": "dflash", "model": "~/large"}
+    with pytest.raises(DrafterMismatch, match=r"'~/large' .* is not a DFlash drafter"):
+        check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))

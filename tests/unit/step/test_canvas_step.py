@@ -19,7 +19,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def state(worker: Worker, req_id: str) -> list[list[float]]:
     """All that a step changes."""
     slot = torch.tensor([worker.slot(req_id)])
-    return [column[0].tolist() for column in worker.slots.copy_progress(slot).values()]
+    return [column[0].tolist() for column in worker.slots.snapshot(slot).values()]
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,9 @@ def test_blocks_move_as_in_the_published_loop(
     moving: GetWorker, name: str, block_length: int
 ) -> None:
     """More than 200 blocks, alone and in company, one of which shares its block with the prompt."""
-    rule, loop, num_tokens = (
-        MOVING_RULES[name],
-        Loop(block_length),
-        NUM_BLOCKS[block_length] * block_length,
-    )
+    rule = MOVING_RULES[name]
+    loop = Loop(block_length)
+    num_tokens = NUM_BLOCKS[block_length] * block_length
     prompts = {"a": block_length, "b": block_length + 3, "c": 2}
     expected = {
         each: loop.generate(list(range(10, 10 + prompt)), num_tokens, rule, seed).steps

@@ -1,16 +1,9 @@
-"""Model runner v2 on CPUs: allowed without Triton, with verification of drafts by our own function,
-and the differences of its kernels between versions of vLLM.
+"""Model runner v2 on CPUs: allowed without Triton, with verification of drafts by our own
+function."""
 
-Native kernels take the parameters of the newest version. Parameters at the end may be absent in an
-older one; other differences are at the end of this file.
-"""
-
-import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
-import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
@@ -75,30 +68,3 @@ def allow_v2_runner_without_triton(prepare: Callable[[VllmConfig], None]) -> Non
 
     patch("config.vllm:VllmConfig.use_v2_model_runner", make_choice)
     patch("config.vllm:VllmConfig._validate_v2_model_runner", lambda stock: validate)
-
-
-def fit_dflash_inputs(native: Callable[..., None], vllm_version: str) -> Callable[..., None]:
-    """Returns `native`, our version of vLLM's kernel, with the parameters that the kernel has in
-    `vllm_version`: before 0.33 it has no `out_is_padding`, which is then None."""
-    if version.is_at_least("0.33", vllm_version):
-        return native
-
-    @wraps(native)
-    def without_padding(
-        grid: tuple[int, ...], ids: Any, positions: Any, *others: Any, **options: Any
-    ) -> None:
-        native(grid, ids, positions, None, *others, **options)
-
-    own = inspect.signature(native)
-    kept = [p for p in own.parameters.values() if p.name != "out_is_padding"]
-    without_padding.__signature__ = own.replace(parameters=kept)  # type: ignore[attr-defined]
-    return without_padding
-
-
-def draft_seeds(
-    seeds: torch.Tensor,  # [num_rows] int64
-    columns: torch.Tensor,  # [num_rows] int64, of which drafted position the row's logits are kept
-) -> torch.Tensor:
-    """Returns the seeds [num_rows] int64 of the noise that drafts are drawn with. From vLLM 0.33
-    on, each drafted position has a seed of its own."""
-    return seeds ^ (columns << 32) if version.is_at_least("0.33") else seeds

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import vllm
 
-from vllm_dllm.cpu.compat.runner import fit_dflash_inputs
+from vllm_dllm.cpu.compat.kernel_versions import adapt_dflash_kernel
 from vllm_dllm.cpu.kernels import block_table, dflash, input_batch, sampling
 
 
@@ -29,7 +29,7 @@ def native_kernels(vllm_version: str) -> dict[str, Callable[..., None]]:
         "sample.logprob": (sampling.ranks, sampling.topk_log_softmax),
         "sample.prompt_logprob": (sampling.prompt_logprobs_token_ids,),
         "spec_decode.dflash.speculator": (
-            fit_dflash_inputs(dflash.prepare_dflash_inputs, vllm_version),
+            adapt_dflash_kernel(dflash.prepare_dflash_inputs, vllm_version),
         ),
         "spec_decode.rejection_sampler": (sampling.flatten_sampled, sampling.gather_draft_sampled),
         "structured_outputs": (sampling.apply_grammar_bitmask,),

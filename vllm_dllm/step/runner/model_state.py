@@ -97,6 +97,7 @@ class DiffusionModelState(ModelState):
     def remove_request(self, req_id: str) -> None:
         """Forgets a request that has ended or was preempted. Does nothing for an unknown one."""
         requests = self.step.requests
+        # vLLM calls this before it frees the slot in `req_states`.
         if (slot := requests.req_states.req_id_to_index.get(req_id)) is not None:
             requests.remove_request(slot)
             if self._image_rows is not None:

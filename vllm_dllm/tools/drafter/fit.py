@@ -18,6 +18,7 @@ from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import KnownSequence
 
 STATE_FILE = "state.pt"  # kept while the run is unfinished
+UNFINISHED_STATE_FILE = "state.tmp"  # left by a run that was killed while it saved its state
 HELD_OUT_SHARE = 16  # one sequence in this many is held out, to measure τ
 MAX_HELD_OUT = 64
 LOG_EVERY = 50  # steps
@@ -79,12 +80,16 @@ class TrainingState:
         self.step, self.elapsed_s, self.log = saved["step"], saved["elapsed_s"], saved["log"]
 
     def save(self, file: Path) -> None:
-        """Writes the state, and replaces `file` in one step."""
-        content = vars(self) | {
+        """Writes the state by way of `UNFINISHED_STATE_FILE`, and replaces `file` in one step."""
+        content = {
             "drafter": self.drafter.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "log": self.log,
         }
-        torch.save(content, unfinished := file.with_suffix(".tmp"))
+        unfinished = file.with_name(UNFINISHED_STATE_FILE)
+        torch.save(content, unfinished)
         unfinished.replace(file)
 
     def progress(self, options: TrainingOptions) -> float:

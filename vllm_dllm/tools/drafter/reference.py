@@ -48,7 +48,7 @@ ContextKV = list[tuple[Tensor, Tensor]]
 tokens of context."""
 
 
-def drafter_config(
+def make_drafter_config(
     target: Any,  # the target's text config
     *,
     num_layers: int,

@@ -18,7 +18,12 @@ from transformers import AutoTokenizer, Qwen3Config
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.drafter import reference
-from vllm_dllm.tools.drafter.fit import STATE_FILE, TrainingOptions, fit
+from vllm_dllm.tools.drafter.fit import (
+    STATE_FILE,
+    UNFINISHED_STATE_FILE,
+    TrainingOptions,
+    fit,
+)
 from vllm_dllm.tools.drafter.reference import DFlashDrafter
 from vllm_dllm.tools.drafter.sequences import (
     KnownSequence,
@@ -30,7 +35,8 @@ from vllm_dllm.tools.drafter.sequences import (
 )
 
 COMPLETIONS_FILE = "completions.jsonl"
-WORKING_FILES = (COMPLETIONS_FILE, STATE_FILE)  # OUT does not keep these
+# OUT does not keep these
+WORKING_FILES = (COMPLETIONS_FILE, STATE_FILE, UNFINISHED_STATE_FILE)
 LOG_FILE = "training_log.json"
 
 
@@ -145,7 +151,7 @@ def config_for_target(target: Path, text_config: Any, options: TrainingOptions) 
     if mask_token_id is None:
         raise InputError(f"the target's vocabulary has no token {mask_token!r} for the mask")
     layer_ids = options.target_layer_ids
-    return reference.drafter_config(
+    return reference.make_drafter_config(
         text_config,
         num_layers=options.num_layers,
         target_layer_ids=spread_layers(text_config.num_hidden_layers, options.num_layers)

@@ -155,7 +155,7 @@ def test_goes_on_from_a_buffer(
     buffer = BlockBuffer(tmp_path / "buffer", max_bytes=100_000)
     rng = random.Random(1)
     for _ in range(30):
-        buffer.add_block([rng.randrange(7, 490) for _ in range(14)], start=9, accepted=3)
+        buffer.add_block([rng.randrange(7, 490) for _ in range(14)], anchor=9, accepted=3)
     buffer.close()
     out = tmp_path / "dflash"
     train.train(target_folder, out, **OPTIONS, from_buffer=tmp_path / "buffer", init_from=trained)

@@ -50,12 +50,10 @@ def test_own_settings_of_a_masked_model(masked: Path) -> None:
     }
 
 
-FAST_DLLM, LLADA2, NEMOTRON, SDAR = (
-    "Fast_dLLM_QwenForCausalLM",
-    "LLaDA2MoeModelLM",
-    "NemotronLabsDiffusionModel",
-    "SDARForCausalLM",
-)
+FAST_DLLM = "Fast_dLLM_QwenForCausalLM"
+LLADA2 = "LLaDA2MoeModelLM"
+NEMOTRON = "NemotronLabsDiffusionModel"
+SDAR = "SDARForCausalLM"
 SEARCHED = {  # architecture: keys beside the three rules' own
     SDAR: {"blocks_in_flight"},
     LLADA2: {"blocks_in_flight", "edit_probability"},

@@ -1,55 +1,17 @@
-"""How many requests are served at once, and which steps become CUDA graphs."""
+"""How many requests are served at once where the user names no number."""
 
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.config.vllm import OptimizationLevel
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dllm.config.step_sizes import capture_sizes, max_canvases_per_step
+from vllm_dllm.config.step_sizes import max_canvases_per_step
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization import modelopt
-
-logger = init_logger(__name__)
 
 SLOT_MEMORY_BYTES = 512 << 20
 """Most memory for what a default number of requests keeps from step to step."""
 LOGITS_MEMORY_BYTES = 4 << 30
 """Most memory for the logits of a step's canvases, where the number of requests is a default."""
 FEWEST_REQUESTS = 8  # stock vLLM's default
-
-
-def choose_cuda_graphs(vllm_config: VllmConfig) -> None:
-    """Sets in `vllm_config`, in place, which steps become CUDA graphs, unless the user did. Logs
-    these steps, and how many canvases a step has room for."""
-    assert vllm_config.diffusion_config is not None
-    canvas_length = vllm_config.diffusion_config.canvas_length
-    config, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
-    budget, num_reqs = config.max_num_batched_tokens, config.max_num_seqs
-    room = budget // canvas_length
-    if num_reqs > room:
-        wanted = num_reqs * canvas_length
-        why = f"the others wait (--max-num-batched-tokens {wanted} has room for all)"
-    else:
-        why = f"{budget - num_reqs * canvas_length} tokens are left to prompts"
-    chosen = (graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size)
-    captured = "as configured"
-    if has_cuda_graphs(vllm_config) and chosen == (None, None):
-        graphs.cudagraph_capture_sizes = sizes = capture_sizes(canvas_length, num_reqs, budget)
-        captured = f"for steps of {', '.join(map(str, sizes))} tokens"
-    logger.info(
-        "Serving at most %d requests at once: a step of %d tokens has room for %d canvases of %d, "
-        "%s. CUDA graphs %s.",
-        *(num_reqs, budget, room, canvas_length, why, captured),
-    )
-
-
-def has_cuda_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether steps become CUDA graphs. Where the user named no mode yet, the level decides."""
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is None and vllm_config.optimization_level == OptimizationLevel.O0:
-        mode = CUDAGraphMode.NONE
-    return mode != CUDAGraphMode.NONE and not vllm_config.model_config.enforce_eager
 
 
 def default_max_num_seqs(vllm_config: VllmConfig) -> int:
