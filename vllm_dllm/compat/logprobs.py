@@ -36,14 +36,14 @@ def return_revealed_steps() -> None:
     server's chats and completions. Patches vLLM's processing of log-probabilities. Repeatable."""
 
     @wrap("v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs")
-    def update(stock: Any, self: Any, lists: Any) -> None:
+    def update(stock: Any, self: Any, logprobs_lists: Any) -> None:
         """Adds a step's log-probabilities as vLLM does, with packed steps moved out of ranks."""
-        steps = lists.sampled_token_ranks >> _BITS
+        steps = logprobs_lists.sampled_token_ranks >> _BITS
         if not steps.any():
-            return stock(self, lists)
-        ranks = lists.sampled_token_ranks - (steps << _BITS)
-        stock(self, lists._replace(sampled_token_ranks=ranks))
-        tokens = lists.logprob_token_ids[:, 0].tolist()
+            return stock(self, logprobs_lists)
+        ranks = logprobs_lists.sampled_token_ranks - (steps << _BITS)
+        stock(self, logprobs_lists._replace(sampled_token_ranks=ranks))
+        tokens = logprobs_lists.logprob_token_ids[:, 0].tolist()
         entries = self.logprobs[-len(tokens) :]
         for entry, token, step in zip(entries, tokens, steps.tolist(), strict=True):
             entry[token] = RevealedLogprob(**vars(entry[token]), step=step - 1)

@@ -1,6 +1,7 @@
 """What this project replaces in vLLM is what `compat/patches.py` says: no name more, none less."""
 
 import ast
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from scripts.vllm_seams import concerns_version
 from tests.paths import ROOT
 from tests.processes import output_of
 from vllm_dllm.compat.patches import CPU, MOST, PATCHES
+from vllm_dllm.compat.patching import get_stock
+
+PACKAGE = ROOT / "vllm_dllm"
 
 ONLY_DURING_A_CALL = {
     "v1.engine.utils:get_mp_context",
@@ -173,10 +177,9 @@ def test_the_docs_show_it() -> None:
 
 
 def test_every_name_is_replaced_through_the_table() -> None:
-    folder = ROOT / "vllm_dllm"
     found = [
         f"{file.relative_to(ROOT)}:{line}"
-        for file in sorted(folder.rglob("*.py"))
+        for file in sorted(PACKAGE.rglob("*.py"))
         if file.name != "patching.py"
         for line in assignments(file)
     ]
@@ -219,3 +222,30 @@ def test_an_assignment_is_found(tmp_path: Path) -> None:
         "    self.engine = f\n"
     )
     assert list(assignments(file)) == [4, 5, 6]
+
+
+WRAPPING = [file for file in sorted(PACKAGE.rglob("*.py")) if "@wrap(" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", WRAPPING, ids=lambda file: file.name)
+def test_wrappers_have_the_names_of_vllms_parameters(file: Path) -> None:
+    """Callers may pass any of them by name."""
+    tree = ast.parse(file.read_text())
+    texts = {
+        node.targets[0].id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in node.decorator_list:
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "wrap"):
+                continue
+            target = eval(ast.unparse(call.args[0]), texts)
+            stock = list(inspect.signature(get_stock(target)).parameters)
+            ours = [parameter.arg for parameter in node.args.args[1:]]
+            assert ours == stock[: len(ours)], target
+            assert {parameter.arg for parameter in node.args.kwonlyargs} <= set(stock), target

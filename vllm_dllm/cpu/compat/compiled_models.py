@@ -33,8 +33,8 @@ def set_compilation_callback(announce: Callable[[str, str], None]) -> None:
     model is compiled. vLLM will look for the result in `folder` next time. Repeatable."""
 
     @wrap("compilation.decorators:_try_load_aot_compiled_fn")
-    def try_load(stock: Any, model: Any, path: str) -> Any:
-        found = stock(model, path)
+    def try_load(stock: Any, model: Any, aot_compilation_path: str) -> Any:
+        found = stock(model, aot_compilation_path)
         if found is None:
-            announce(type(model).__name__, os.path.dirname(path))
+            announce(type(model).__name__, os.path.dirname(aot_compilation_path))
         return found
