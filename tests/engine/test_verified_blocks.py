@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests import tolerances
 from tests.engine.drafts import DraftingReference, decided
@@ -251,24 +252,54 @@ FORMS = [
 ]
 
 
+def closing_params(rule: Rule, i: int, max_tokens: int, form: str) -> SamplingParams:
+    params = params_of(rule, max_tokens, i, structured_outputs=of(regex=form))
+    params.ignore_eos = False
+    return params
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize(("family", "block_length"), [("SDAR", 4), ("SDAR", 32), ("LLaDA2", 4)])
-def test_forms(engine: GetEngine, made: GetMade, family: str, block_length: int) -> None:
+def test_forms(
+    engine: GetEngine,
+    made: GetMade,
+    asynchronous: None,
+    family: str,
+    block_length: int,
+    is_ahead: bool,
+) -> None:
     """The grammar sees the tokens that stand, not drafts: an answer is that of a loop that draws
     token by token among the legal ones, in any company."""
     checkpoint, plain = made(family, block_length)
-    model, prompts = engine(checkpoint, ROOM, block_size=32), prompts_of(block_length)[:6]
+    model = engine(checkpoint, ROOM, block_size=32, async_scheduling=is_ahead)
+    prompts = prompts_of(block_length)[:6]
     tokenizer = model.llm.get_tokenizer()
     texts = [tokenizer.decode([token]) for token in range(VOCABULARY)]
     for rule in (GREEDY, WARM):
-        params = [
-            params_of(rule, 90, i, structured_outputs=of(regex=FORMS[i % 3].whole))
-            for i in range(len(prompts))
-        ]
-        for one in params:
-            one.ignore_eos = False
+        params = [closing_params(rule, i, 90, FORMS[i % 3].whole) for i in range(len(prompts))]
         for i, found in enumerate(generate(model, prompts, params)):
             decode = FormReference(plain, FORMS[i % 3], texts, len(prompts[i]))
             expected = decode.one_by_one(prompts[i], 90, rule, i)
             length = expected.index(EOS) + 1
             print(len(found.steps), length, tokenizer.decode(found.tokens))
             assert found.tokens == expected[:length]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
+def test_forms_that_max_tokens_cuts_short_are_closed(
+    engine: GetEngine, made: GetMade, asynchronous: None, is_ahead: bool
+) -> None:
+    """Beside requests without a form, and with another rule."""
+    model = engine(made("SDAR", 4).checkpoint, ROOM, block_size=32, async_scheduling=is_ahead)
+    prompts, form = prompts_of(4)[:5] * 3, "x[a-z]{0,300}y"
+    params = [closing_params(WARM, i, 6 + i, form) for i in range(10)]
+    params[5:] = [params_of(WARM, 30, i) for i in range(5)]
+    params += [closing_params(Rule("dynamic", threshold=0.3), i, 12, form) for i in range(5)]
+    found = generate(model, prompts, params)
+    tokenizer = model.llm.get_tokenizer()
+    for i, ours in enumerate(found):
+        assert len(ours.tokens) <= params[i].max_tokens
+        if params[i].structured_outputs is not None:
+            text = tokenizer.decode([token for token in ours.tokens if token != EOS])
+            assert re.fullmatch(form, text), text
+    assert [len(ours.tokens) for ours in found[5:10]] == [30] * 5

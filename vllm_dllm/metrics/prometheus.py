@@ -1,5 +1,6 @@
 """Metrics on `/metrics` whose names begin with `vllm_dllm:`. docs/metrics.md explains them."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,7 +83,7 @@ class CanvasCounts:
     block_seconds: list[float] = field(default_factory=list)
 
 
-class EngineMetrics:
+class EngineMetrics(ABC):
     """Metrics of all engines that send statistics to this process. A subclass defines them."""
 
     _registered: ClassVar[Iterable[Any]] = ()
@@ -103,10 +104,10 @@ class EngineMetrics:
             for engine, labels in labels_by_engine.items()
         }
 
+    @abstractmethod
     def _make_series(self, labelnames: Sequence[str]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Makes the metrics. Yields the key of each series, and its metric with the values of the
         labels that it has after `labelnames`."""
-        raise NotImplementedError
 
 
 class CanvasMetrics(EngineMetrics):
