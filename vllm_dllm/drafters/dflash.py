@@ -25,7 +25,7 @@ from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
-from vllm_dllm.drafters.layout import check_num_drafted, check_served_drafter
+from vllm_dllm.drafters.layout import check_served_drafter
 from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 logger = init_logger(__name__)
@@ -45,9 +45,6 @@ class WidthDFlashSpeculator(DFlashHooks):
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
         layout = check_served_drafter(vllm_config)
-        check_num_drafted(
-            vllm_config.speculative_config.num_speculative_tokens, layout, draft.model
-        )
         if config.draft_window is not None:
             set_draft_window(draft, config.draft_window)
         super().__init__(vllm_config, device)

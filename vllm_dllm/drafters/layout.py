@@ -115,25 +115,23 @@ def check_drafter(
 
 def check_served_drafter(vllm_config: "VllmConfig", needed: Collection[str] = ()) -> DrafterLayout:
     """Returns the layout of the drafter that a server is told to use. Raises DrafterMismatch if its
-    config is not complete or lacks one of the keys `needed`, or it does not fit the target."""
-    draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
+    config is not complete or lacks one of the keys `needed`, if it does not fit the target, or if
+    more tokens are to be drafted than it was trained for."""
+    speculation, target = vllm_config.speculative_config, vllm_config.model_config
+    draft, num_drafted = speculation.draft_model_config, speculation.num_speculative_tokens
     # vLLM's configuration of a drafter lacks the block size.
     config = get_hf_file_to_dict("config.json", draft.model, draft.revision)
-    return check_drafter(
+    layout = check_drafter(
         config or draft.hf_config.to_dict(),
         target.hf_config.to_dict(),
         draft.model,
         target.model,
         needed,
     )
-
-
-def check_num_drafted(num_drafted: int, layout: DrafterLayout, drafter: str) -> None:
-    """Raises DrafterMismatch if more tokens are to be drafted than the drafter was trained for.
-    `drafter`: its name, for the error."""
     if layout.block_size is not None and num_drafted > layout.block_size - 1:
         raise DrafterMismatch(
             f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
-            f"{drafter} was trained with blocks of {layout.block_size}, the anchor and "
+            f"{draft.model} was trained with blocks of {layout.block_size}, the anchor and "
             f"{layout.block_size - 1} drafted tokens. Ask for at most {layout.block_size - 1}."
         )
+    return layout

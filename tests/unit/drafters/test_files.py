@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
 from tests.engines import one_rank
 from vllm_dllm import plugin
 from vllm_dllm.drafters.dflash2 import KEYS
-from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
+from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter, check_served_drafter
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
 
 Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
@@ -66,3 +67,21 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
         del config["dflash_config"][key]
     with pytest.raises(DrafterMismatch, match="expected conv_group_size, selector_rank in its"):
         check_drafter(config, target, "drafter", "target", KEYS)
+
+
+@pytest.mark.parametrize(("num_drafted", "fits"), [(15, True), (16, False)])
+def test_no_more_tokens_are_drafted_than_were_trained(
+    tmp_path: Path, num_drafted: int, fits: bool
+) -> None:
+    config = EngineArgs(
+        str(TARGET),
+        skip_tokenizer_init=True,
+        speculative_config={
+            "method": "dflash",
+            "model": str(make_dflash2(tmp_path)),
+            "num_speculative_tokens": num_drafted,
+        },
+    ).create_engine_config()
+    error = pytest.raises(DrafterMismatch, match=r"is 16, .* blocks of 16, .* Ask for at most 15\.")
+    with nullcontext() if fits else error:
+        check_served_drafter(config, KEYS)

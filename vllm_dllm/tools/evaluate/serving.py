@@ -63,7 +63,7 @@ def run_server(
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
     command = serve_command(checkpoint, port, *SERVER_OPTIONS, *options)
-    with _without_proxy(), Server(command, port, log, SERVER_ENVIRONMENT) as server:
+    with without_proxy(), Server(command, port, log, SERVER_ENVIRONMENT) as server:
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
@@ -77,11 +77,13 @@ def run_server(
 
 
 @contextmanager
-def _without_proxy() -> Iterator[None]:
+def without_proxy() -> Iterator[None]:
     """Lets this process ask servers on `HOST` directly inside the block. The harness would ask a
     proxy, if the environment names one."""
     before = os.environ.get("no_proxy")
-    os.environ["no_proxy"] = ",".join(filter(None, (before, HOST)))
+    # Where both are set, `no_proxy` alone counts.
+    inherited = os.environ.get("NO_PROXY") if before is None else before
+    os.environ["no_proxy"] = ",".join(filter(None, (inherited, HOST)))
     try:
         yield
     finally:

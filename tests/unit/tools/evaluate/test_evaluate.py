@@ -71,6 +71,22 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "inside"),
+    [({}, "127.0.0.1"), ({"NO_PROXY": "a,b"}, "a,b,127.0.0.1"), ({"no_proxy": ""}, "127.0.0.1")],
+)
+def test_servers_are_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], inside: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with serving.without_proxy():
+        assert os.environ["no_proxy"] == inside
+    assert os.environ.get("no_proxy") == given.get("no_proxy")
+
+
 def test_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "example.org")
     options = ["--task", "task.yaml", "--limit", "1", "-o", "out"]
