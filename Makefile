@@ -51,6 +51,7 @@ endif
 serve: export VLLM_PLUGINS := vllm_dllm,vllm_dllm_canvas
 ifndef V
 serve: export VLLM_LOGGING_CONFIG_PATH := $(CURDIR)/scripts/quiet_log.json
+serve: export PYTHONWARNINGS ?= ignore::FutureWarning
 endif
 serve: setup ## serve the shipped checkpoint on port 8000 (PORT=..., V=1 shows the whole log)
 	$(BIN)/vllm serve $(CHECKPOINT) --host 127.0.0.1 --port $(PORT) \

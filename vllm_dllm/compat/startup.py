@@ -24,7 +24,7 @@ def set_config_hooks(
         return config
 
 
-def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
+def explain_bind_errors(explain: Callable[[str, int, OSError | OverflowError], str]) -> None:
     """Patches vLLM's opening of its port: a server that cannot listen ends with the line that
     `explain(host, port, error)` returns, without a traceback. Repeatable."""
 
@@ -32,7 +32,7 @@ def explain_bind_errors(explain: Callable[[str, int, OSError], str]) -> None:
     def create_server_socket(stock: Any, addr: tuple[str, int], **kwargs: Any) -> Any:
         try:
             return stock(addr, **kwargs)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise SystemExit(explain(*addr, error)) from None
 
 

@@ -79,8 +79,11 @@ def _check_no_drafter_settings(config: VllmConfig) -> None:
     )
 
 
-def explain_bind_error(host: str, port: int, error: OSError) -> str:
-    """Returns the last line of a server that cannot listen on `host` and `port`."""
+def explain_bind_error(host: str, port: int, error: OSError | OverflowError) -> str:
+    """Returns the last line of a server that cannot listen on `host` and `port`. An OverflowError
+    says that there is no such port."""
+    if isinstance(error, OverflowError):
+        return f"Error: --port must be from 0 to 65535, got {port}."
     return (
         f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. Stop the program "
         f"that uses the port, or choose another one with --port (and the address with --host)."

@@ -90,9 +90,12 @@ class _LastLine:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         """Prints the traceback, and then the line. Leaves out the traceback if `vllm serve` failed
-        to start and nobody asked for tracebacks."""
+        to start, or was told to stop while it started, and nobody asked for tracebacks."""
         is_serving = sys.argv[1:2] == ["serve"]  # else a program of the user's, with its own errors
-        is_shown = shows_tracebacks() or not is_serving or not isinstance(error, Exception)
+        is_shown = shows_tracebacks() or not is_serving
+        if not is_shown and isinstance(error, KeyboardInterrupt):
+            print("Stopped before the server was ready.", file=sys.stderr, flush=True)
+            return
         if is_shown:
             self._stock(kind, error, traceback)
         line = last_line(error) or (None if is_shown else _describe_unforeseen(error))

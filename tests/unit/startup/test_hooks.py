@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.launchers import launcher
 
-from vllm_dllm.compat import log_lines
+from vllm_dllm.compat import log_lines, startup
 from vllm_dllm.compat.log_lines import CLIENT, ENGINE_GONE, WRONG_WARNINGS
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
@@ -132,3 +133,9 @@ def test_an_engine_that_ends_with_its_program_is_expected_to(
         logger.warning(ENGINE_GONE)
         logger.warning("another")
     assert [record.msg for record in caplog.records] == [ENGINE_GONE, "another"][has_ended:]
+
+
+def test_a_port_that_there_is_not() -> None:
+    startup.explain_bind_errors(hooks.explain_bind_error)
+    with pytest.raises(SystemExit, match=r"^Error: --port must be from 0 to 65535, got 99999\.$"):
+        launcher.create_server_socket(("127.0.0.1", 99999), reuse_port=False)

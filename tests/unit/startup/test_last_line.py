@@ -1,5 +1,6 @@
 """After the tracebacks of a failed start comes one line, which says why."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_without_a_level_there_are_no_tracebacks(
     lines = last_words(tmp_path, error, method, level=None)
     assert lines[-1] == said
     assert not [line for line in lines if "Traceback" in line or line.startswith("  File")]
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [(None, False), ("INFO", True)])
+def test_a_start_that_is_told_to_stop(tmp_path: Path, level: str | None, is_shown: bool) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.replace("{error}", "KeyboardInterrupt"))
+    done = run_apart(program, "serve", "spawn", level=level)
+    assert done.returncode == -signal.SIGINT
+    assert ("Traceback" in done.stderr) is is_shown
+    said = "KeyboardInterrupt" if is_shown else "Stopped before the server was ready."
+    assert done.stderr.splitlines()[-1] == said
 
 
 CALL = """
