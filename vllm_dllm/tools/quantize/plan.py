@@ -93,7 +93,7 @@ def make_plan(scheme: str, source: Source) -> Plan:
     if scheme == "nvfp4" and source.is_masked:
         raise InputError(
             "nvfp4 is only for DiffusionGemma, because it measures inputs while the model "
-            "denoises. For a masked model use --scheme fp8-dynamic, int8 or w4a16"
+            "denoises. A masked model takes --scheme fp8-dynamic, int8 or w4a16"
         )
     quantized: dict[str, tuple[Linear, ...]] = {}
     kept: dict[str, str] = {}
