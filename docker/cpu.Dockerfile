@@ -3,7 +3,10 @@
 #     docker build -f docker/cpu.Dockerfile -t vllm-dllm:cpu .
 #     docker run --rm -p 8000:8000 vllm-dllm:cpu
 #
-# serves the small checkpoint of the package; `docker run vllm-dllm:cpu FOLDER OPTIONS` another one.
+# serves the small checkpoint of the package. For another one, mount its folder and name it:
+#
+#     docker run --rm -p 8000:8000 -v /srv/model:/model vllm-dllm:cpu /model --dtype float32
+#
 # Checked by hadolint and by tests/unit/packaging; nobody has built it yet.
 FROM python:3.12-slim-bookworm AS wheel
 WORKDIR /src

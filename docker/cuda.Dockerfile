@@ -11,7 +11,7 @@ WORKDIR /src
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-# vLLM's own image: its entry point is `vllm serve`, and the extension is found by itself.
+# vLLM's own image: its entry point is `vllm serve`, which loads the extension.
 FROM vllm/vllm-openai:v0.32.0
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     python3 -m pip install --no-cache-dir /wheels/vllm_dllm-*.whl

@@ -10,7 +10,7 @@ from tests.processes import output_of
 from tests.server.conftest import CHECKPOINT, Server
 from vllm_dllm.cpu.fork_server import serves_our_model
 
-REFUSED = "import everything anew"
+REFUSED = "import everything again"
 
 PROGRAM = """
 import json, os, sys

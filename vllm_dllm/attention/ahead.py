@@ -66,7 +66,7 @@ class Compiler:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 file.replace(target)
             self.done.touch()
-            logger.info("FlashAttention-4 was compiled beside the start.")
+            logger.info("FlashAttention-4 was compiled while the server started.")
         except OSError as error:
             logger.warning("Cannot keep FlashAttention-4 in %s: %s.", self.kept, error)
         finally:

@@ -70,6 +70,6 @@ def __getattr__(name: str) -> type:
     if can_serve():
         raise RuntimeError(
             f"vllm-dllm did not load with vLLM {vllm.__version__}, so diffusion models cannot be "
-            "served: the log says why, where it says that it failed to load the plugin."
+            "served. The log has the reason, after the line 'Failed to load plugin'."
         )
     raise RuntimeError(describe_unknown_vllm())

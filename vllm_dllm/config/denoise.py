@@ -58,7 +58,8 @@ class DenoiseConfig:
         """Raises ValueError unless the schedule cools down."""
         if self.t_max <= self.t_min:
             raise ValueError(
-                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}."
+                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}. "
+                f"Correct one of them there, or with --override-generation-config."
             )
 
     @classmethod
@@ -85,7 +86,8 @@ class DenoiseConfig:
         if not isinstance(sampler, Mapping) or sampler.get("_cls_name") != ENTROPY_BOUND_SAMPLER:
             raise ValueError(
                 f"generation_config's sampler_config must be of kind {ENTROPY_BOUND_SAMPLER!r} "
-                f"(for example {_EXAMPLES['sampler_config']!r}), got {sampler!r}."
+                f"(for example {_EXAMPLES['sampler_config']!r}), got {sampler!r}. Correct it "
+                f"there, or with --override-generation-config."
             )
         values["entropy_bound"] = sampler.get("entropy_bound")
         known = {key: values[key] for key in cls.__annotations__}

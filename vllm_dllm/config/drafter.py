@@ -91,6 +91,6 @@ def context_limit(config: DrafterConfig, draft_model_config: Any, max_model_len:
     if not isinstance(trained, int) or trained < 1:
         raise ValueError(
             f"dflash_config.trained_context of the drafter {draft_model_config.model} must be an "
-            f"integer >= 1, got {trained!r}. Mend its config.json or set drafter.max_context."
+            f"integer >= 1, got {trained!r}. Correct its config.json or set drafter.max_context."
         )
     return min(trained, max_model_len)

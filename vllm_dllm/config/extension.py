@@ -119,7 +119,8 @@ class ExtensionConfig:
         order."""
         if self.self_conditioning_tolerance and self.self_conditioning_top_k:
             raise ValueError(
-                "self_conditioning_tolerance and self_conditioning_top_k exclude each other."
+                "self_conditioning_tolerance and self_conditioning_top_k exclude each other. Set "
+                "only one of them."
             )
         for earlier, later in pairwise(self.load_stages):
             if (

@@ -44,7 +44,7 @@ def _fork_context(config: VllmConfig) -> engine_processes.Context | None:
     obstacle = fork_server.find_fork_obstacle()
     if obstacle is None:
         return fork_server.ForkContext
-    logger.info("The engine's processes import everything anew, because %s.", obstacle)
+    logger.info("The engine's processes import everything again, because %s.", obstacle)
     return None
 
 

@@ -64,8 +64,8 @@ class TritonFreeCPUWorker(CPUWorker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Always raises ValueError: CPU kernels have packed copies of the old weights."""
         raise ValueError(
-            "Weights cannot be reloaded on CPUs, whose kernels have packed them. Start the server "
-            "anew with the other weights."
+            "Weights cannot be reloaded on CPUs, whose kernels have packed them. Restart the "
+            "server with the other weights."
         )
 
     def determine_available_memory(self) -> int:

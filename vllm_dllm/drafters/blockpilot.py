@@ -194,7 +194,7 @@ def _read_config(path: Path) -> PredictorConfig:
     names = {field.name for field in fields(PredictorConfig)}
     if missing := names - written.keys():
         raise PredictorError(
-            f"{config_file} lacks {', '.join(sorted(missing))}: make the predictor anew with "
+            f"{config_file} lacks {', '.join(sorted(missing))}: make the predictor again with "
             f"`vllm-dllm drafter calibrate-width`"
         )
     values = {name: written[name] for name in names}

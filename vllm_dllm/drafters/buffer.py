@@ -126,4 +126,6 @@ class BlockBuffer:
             is_first = kind not in self._warned
             self._warned.add(kind)
         if is_first:
-            logger.warning("a drafted block was not kept, and more may follow: %s", reason)
+            logger.warning(
+                "A block was not written to drafter.buffer, and more may be lost: %s.", reason
+            )

@@ -58,7 +58,7 @@ class Stopwatch:
             try:
                 found = run().float().clone()
                 if expected is not None and not _agree(found, expected):
-                    logger.warning("%s: %s is left out, its result is another.", what, name)
+                    logger.warning("%s: %s is left out, because its result differs.", what, name)
                     continue
                 times[name] = self.clock(run)
             except Exception as error:  # whatever a compiler or a kernel raises

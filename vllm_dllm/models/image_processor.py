@@ -151,7 +151,7 @@ def _load_image_processor(
     except OSError as error:
         reason = str(error).partition(". ")[0]  # what follows is advice for the hub
         # No warning: a model of text has a vision_config, too, which transformers makes up.
-        logger.info("Images are refused, text alone is served: no image processor (%s)", reason)
+        logger.info("Images are refused, and only text is served: no image processor (%s)", reason)
         return None
 
 

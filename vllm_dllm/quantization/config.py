@@ -76,9 +76,8 @@ def _warn_unchecked(scheme: str, layers: str) -> None:
     """Logs once a warning that vLLM alone loads and computes `layers`, quantised by `scheme`, so
     that they are not checked."""
     logger.warning_once(
-        "Quantisation by %s is none of compressed-tensors' that are known here. vLLM loads "
-        "and computes %s: missing tensors are not detected, and answers have not been compared "
-        "with a reference.",
+        "Quantisation by %s is not one of the schemes known here. vLLM loads and computes %s: "
+        "missing tensors are not detected, and answers have not been compared with a reference.",
         scheme,
         layers,
     )

@@ -71,7 +71,7 @@ class GemmaToolParser(ToolParser):
         form: dict[str, Any] = calls
         others = request.extract_structured_outputs()
         if others is not None and calls["at_least_one"]:
-            logger.warning_once("structured outputs are left out where a call must come.")
+            logger.warning_once("Structured outputs are ignored where tool_choice requires a call.")
         elif others is not None:
             required = {**calls, "at_least_one": True}
             form = {"type": "or", "elements": [required, _structured_outputs_format(others)]}

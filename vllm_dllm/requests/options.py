@@ -121,7 +121,7 @@ class RequestOptions:
         if (self.t_min is None) != (self.t_max is None):
             raise ValueError(
                 f"diffusion_t_min and diffusion_t_max come together, got {self.t_min!r} and "
-                f"{self.t_max!r}."
+                f"{self.t_max!r}. Give both or neither."
             )
         if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
             raise ValueError(
@@ -246,8 +246,8 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
         raise ValueError(f"{key} is for masked models, got {value!r}. Leave it out.")
     if key == f"{PREFIX}mode" and family is not None and not family.is_causal:
         raise ValueError(
-            f"{key} is for Nemotron-Labs-Diffusion, whose known tokens see those before them "
-            f"alone, got {value!r}. Leave it out."
+            f"{key} is for Nemotron-Labs-Diffusion, whose known tokens see only tokens "
+            f"before them, got {value!r}. Leave it out."
         )
     if key == f"{PREFIX}logprobs" and family is not None and family.moves_tokens:
         raise ValueError(

@@ -198,8 +198,8 @@ def set_attention_backend(vllm_config: VllmConfig) -> None:
     attention_config, ours = vllm_config.attention_config, gpu_backend(vllm_config)
     if ours is None or attention_config.backend not in (None, ours):
         raise ValueError(
-            "A masked model needs --attention-backend CUSTOM, our kernels, which want a GPU of "
-            f"compute capability 8.0 and up; got {attention_config.backend} on "
+            "A masked model needs --attention-backend CUSTOM, our kernels, which need a GPU of "
+            f"compute capability 8.0 or higher; got {attention_config.backend} on "
             f"{current_platform.get_device_name()}. Leave the option out, or use another GPU."
         )
     attention_config.backend = ours

@@ -32,7 +32,7 @@ def prepare_images(vllm_config: VllmConfig) -> None:
     num_tokens = info.most_tokens_in_one_piece
     if obstacle := find_image_obstacle(vllm_config, num_tokens):
         mm_config.language_model_only = True
-        logger.warning("Images are refused, text alone is served: %s", obstacle)
+        logger.warning("Images are refused, and only text is served: %s", obstacle)
         return
     if 0 < config.long_prefill_token_threshold < num_tokens:
         config.long_prefill_token_threshold = num_tokens

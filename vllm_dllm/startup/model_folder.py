@@ -48,8 +48,8 @@ def _check_tokenizer(folder: Path) -> None:
     found = any(path for name in _TOKENIZERS for path in folder.glob(name))
     if _read_config(folder) and not found:
         raise ValueError(
-            f"'{folder}' has no tokenizer.json: copy it from where the checkpoint is from, or name "
-            f"a folder that has one with --tokenizer."
+            f"'{folder}' has no tokenizer.json: copy it from the original checkpoint, or name a "
+            f"folder that has one with --tokenizer."
         )
 
 
@@ -93,7 +93,7 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in _CONFIGS):
         raise ValueError(
-            f"'{path}' has no config.json: copy it from where the checkpoint is from, or name the "
+            f"'{path}' has no config.json: copy it from the original checkpoint, or name the "
             f"folder of a checkpoint ({_describe_parent_folder(path)})."
         )
     if path.exists() or "://" in model or envs.VLLM_USE_MODELSCOPE:
@@ -108,8 +108,8 @@ def check_model(model: str) -> None:
     if cached.is_dir() or _hub_answers():
         return
     raise ValueError(
-        f"There is no model '{path}': no such folder ({_describe_parent_folder(path)}), nor does "
-        f"{constants.ENDPOINT} answer, where models of other names are. Name the folder of a "
+        f"There is no model '{path}': no such folder ({_describe_parent_folder(path)}), and "
+        f"the model hub at {constants.ENDPOINT} does not answer. Name the folder of a "
         f"checkpoint, or connect this machine to the network."
     )
 

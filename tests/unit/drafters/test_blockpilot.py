@@ -124,7 +124,7 @@ WRONG = {
     "no block": ({"block_sizes": [1, 2]}, {}, r"2 .* to 16, .* got \[1, 2\]"),
     "disorder": ({"block_sizes": [16, 15]}, {}, r"ascending block sizes, got \[16, 15\]"),
     "another variant": ({"variant": "huge"}, {}, "full, small, got 'huge'"),
-    "a field too few": ({"variant": ...}, {}, "config.json lacks variant: make the predictor anew"),
+    "a field too few": ({"variant": ...}, {}, "config.json lacks variant: make the predictor"),
 }
 
 

@@ -43,7 +43,7 @@ def test_what_is_wrong_or_fails_is_dropped_with_a_line(log: Log) -> None:
     assert times == pytest.approx({"in use": 6.0, "rounds otherwise": 6.01})
     assert log == [
         *(
-            f"experts, 256 rows: {name} is left out, its result is another."
+            f"experts, 256 rows: {name} is left out, because its result differs."
             for name in ("wrong", "too short", "not a number")
         ),
         "experts, 256 rows: fails is left out: out of resource: shared memory",

@@ -168,7 +168,7 @@ def test_schemes_that_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, logged: 
         r"q_proj and others of this scheme: missing tensors are not detected",
         first,
     )
-    assert second.startswith("Quantisation by fp8 is none of")
+    assert second.startswith("Quantisation by fp8 is not one of")
     with pytest.raises(ValueError, match=r"zero points, got .*q_proj\.qzeros"):
         quantization_config.adapt_quant_config(AutoAWQConfig.from_config(AWQ), text_config)
 

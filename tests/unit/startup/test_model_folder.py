@@ -58,8 +58,8 @@ def test_a_wrong_folder_on_a_machine_without_network(clone: Path, no_network: No
         check_model("checkpoints/nope")
     assert str(refusal.value) == (
         "There is no model 'checkpoints/nope': no such folder ('checkpoints' has large, small), "
-        "nor does https://huggingface.co answer, where models of other names are. Name the folder "
-        "of a checkpoint, or connect this machine to the network."
+        "and the model hub at https://huggingface.co does not answer. Name the folder of a "
+        "checkpoint, or connect this machine to the network."
     )
 
 

@@ -166,7 +166,7 @@ class DroppedMass:
             total, largest, rows = self._parts.tolist()  # waits for the device
             logger.info(
                 "Self-conditioning on the %d most probable tokens left out %.4f%% of the "
-                "probability, %.2f%% where most (%d predictions).",
+                "probability on average, and at most %.2f%% (%d predictions).",
                 *(self.top_k, 100 * total / rows, 100 * largest, rows),
             )
             self._parts.zero_()

@@ -132,7 +132,7 @@ def _measure(
         time.monotonic() - started,
         ", not all of them" if stopwatch.is_over else "",
         len(layers),
-        "; ".join(gains) or "experts stay",
+        "; ".join(gains) or "experts unchanged",
     )
     gpu = current_platform.get_device_name()
     return {"gpu": gpu, "layers": layers, "rows": rows, "tiles": tables, "ours": ours}

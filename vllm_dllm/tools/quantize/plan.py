@@ -92,8 +92,8 @@ def make_plan(scheme: str, source: Source) -> Plan:
     """Returns a plan of all tensors. Raises InputError if one is unknown, missing or malformed."""
     if scheme == "nvfp4" and source.is_masked:
         raise InputError(
-            "nvfp4 is for DiffusionGemma alone, whose inputs it measures while that denoises; a "
-            "masked model takes --scheme fp8-dynamic, int8 or w4a16"
+            "nvfp4 is only for DiffusionGemma, because it measures inputs while the model "
+            "denoises. A masked model takes --scheme fp8-dynamic, int8 or w4a16"
         )
     quantized: dict[str, tuple[Linear, ...]] = {}
     kept: dict[str, str] = {}
