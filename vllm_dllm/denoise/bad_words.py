@@ -1,15 +1,16 @@
 """Excludes tokens that would complete a bad word of several tokens in a canvas.
 
-All positions of a canvas are decided together, so the best guess is read from the left. At each
-position, every token is excluded that completes a word with the tokens before it and the tokens
-already fixed behind it. Each word has a token that is decided last, so no word is ever complete.
+All positions of a canvas are decided together, so the tokens that they would take are read from
+the left: best guesses, or the tokens that are drawn. At each position, every token is excluded that
+completes a word with the tokens before it and the tokens already fixed behind it. Each word has a
+token that is decided last, so no word is ever complete.
 
 This is done on the host: a step of a request with such words waits for the device, once for its
-guess and once for each token of it that is replaced.
+tokens and once for each of them that is replaced, or drawn among fewer.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,6 +18,9 @@ from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.row_stats import argmax
 
 Word = tuple[int, ...]
+DrawTokens = Callable[[torch.Tensor, int], torch.Tensor]
+"""(logits [k, V] of consecutive rows of a canvas, the first of these rows) -> the tokens [k] int64
+that are drawn from them."""
 
 
 class BadWords:
@@ -59,21 +63,45 @@ class BadWords:
         logits: torch.Tensor,  # [L, V] fp32, changed in place
         before: Sequence[int],  # the tokens before the rows; < 0: not the request's
         kept: Sequence[int],  # the tokens fixed at these rows and behind; < 0: none yet
+        draw: DrawTokens | None = None,  # None: rows take their best guesses
+        first: int = 0,  # row of the canvas
     ) -> list[int]:
         """Excludes the tokens that complete a word, row by row. Returns `before` followed by the
-        tokens that the rows then hold. Waits for the device."""
+        tokens that the rows then take. Waits for the device."""
         spelled = list(before)
-        for row, best in enumerate(argmax(logits).tolist()):
+        taken = argmax(logits) if draw is None else draw(logits, first)
+        for row, token in enumerate(taken.tolist()):
             if kept[row] >= 0:
                 spelled.append(kept[row])
                 continue
             if bad := self.completing_tokens(spelled, kept[row + 1 : row + 1 + self.reach]):
                 tokens = torch.tensor(sorted(bad), device=logits.device)
                 logits[row, tokens] = logits[row, tokens].clamp(max=BAD_WORD_LOGIT)
-                if best in bad:
-                    best = int(argmax(logits[row : row + 1]))
-            spelled.append(best)
+                left = logits[row : row + 1]
+                if draw is not None:  # what is excluded moves the other tokens' shares
+                    token = int(draw(left, first + row))
+                elif token in bad:
+                    token = int(argmax(left))
+            spelled.append(token)
         return spelled
+
+    def spelling_changes(
+        self,
+        before: Sequence[int],  # the tokens before the rows; < 0: not the request's
+        tokens: Sequence[int],  # of all rows, without the changes; they complete no word
+        changes: Mapping[int, int],  # row -> another token for it
+    ) -> list[int]:
+        """Returns the rows of `changes` that must keep their tokens. Rows are changed from the
+        left, and such a row's change would complete a word."""
+        spelled, spelling = [*before, *tokens], []
+        for row in sorted(changes):
+            place = len(before) + row
+            behind = spelled[place + 1 : place + 1 + self.reach]
+            if changes[row] in self.completing_tokens(spelled[:place], behind):
+                spelling.append(row)
+            else:
+                spelled[place] = changes[row]
+        return spelling
 
     def exclude_in_next_token_rows_(
         self,

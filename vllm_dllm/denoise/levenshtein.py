@@ -45,7 +45,8 @@ def begin_round(
     most_post_steps: torch.Tensor,  # [n] int64, at least 1
     most_steps: int,
     mask_id: int,
-    has_grammar: torch.Tensor | None,  # [n] bool; None: no block has a grammar
+    stays: torch.Tensor
+    | None,  # [n] bool, blocks whose tokens always keep their places; None: none
 ) -> Round:
     """Returns what a step knows of its blocks: which positions are hidden, which of them since the
     block began, whether the step is the block's last, and whether tokens keep their places."""
@@ -55,7 +56,7 @@ def begin_round(
     original = torch.where(steps_done[:, None] == 0, hidden, original)
     post_steps = torch.where((hidden & original).any(dim=-1), 0, post_steps + 1)
     is_last = (post_steps >= most_post_steps) | (steps_done + 1 >= most_steps)
-    keeps_places = is_last if has_grammar is None else is_last | has_grammar
+    keeps_places = is_last if stays is None else is_last | stays
     return Round(canvas, valid, hidden, original, post_steps, is_last, keeps_places)
 
 
@@ -70,6 +71,7 @@ def write_candidates(
     by_grammar: GrammarReveal
     | None,  # None: no block has a grammar. Those that have are not edited
     edit_tokens: EditTokens,
+    barred: torch.Tensor | None = None,  # [n, C] bool, positions that are not edited; None: none
 ) -> torch.Tensor:
     """Returns [n, C] int64: the canvas with this step's candidates written, delete and split tokens
     included. Changes no argument."""
@@ -77,10 +79,9 @@ def write_candidates(
     fresh = (hidden & ~step.original).sum(dim=-1)
     shown = reveal_candidates(candidates, hidden, rules._replace(least=rules.least + fresh))
     shown = torch.where((reveals_all | step.is_last)[:, None], hidden, shown)
-    is_likely = candidates.probability > edit_threshold[:, None]
-    changed = ~hidden & is_likely & (candidates.tokens != step.canvas)
-    if step.valid is not None:
-        changed &= step.valid
+    changed = likely_edits(step, candidates, edit_threshold)
+    if barred is not None:
+        changed &= ~barred
     moves = (candidates.tokens == edit_tokens.delete) | (candidates.tokens == edit_tokens.split)
     tokens = torch.where(step.keeps_places[:, None] & moves, otherwise, candidates.tokens)
     if by_grammar is not None:
@@ -88,6 +89,17 @@ def write_candidates(
         tokens = torch.where(by_grammar.tokens >= 0, by_grammar.tokens, tokens)
         changed &= ~by_grammar.is_ruled[:, None]
     return torch.where(shown | changed, tokens, step.canvas)
+
+
+def likely_edits(
+    step: Round,
+    candidates: Candidates,  # [n, C]
+    edit_threshold: torch.Tensor,  # [n] fp32
+) -> torch.Tensor:
+    """Returns [n, C] bool: positions whose token a more probable candidate may replace."""
+    is_likely = candidates.probability > edit_threshold[:, None]
+    changed = ~step.hidden & is_likely & (candidates.tokens != step.canvas)
+    return changed if step.valid is None else changed & step.valid
 
 
 class Moved(NamedTuple):

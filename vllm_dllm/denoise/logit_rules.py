@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_dllm.denoise.bad_words import BadWords
+from vllm_dllm.denoise.bad_words import BadWords, DrawTokens
 from vllm_dllm.denoise.impossible import LARGEST_LOGIT, MASKED_LOGIT, TRUNCATED_LOGIT
 
 
@@ -112,8 +112,9 @@ class CanvasRules:
         # < 0: none yet. None: none anywhere
         lead: torch.Tensor | None = None,  # [] int64, how many positions ahead a row predicts, 0 or
         # 1, from the kept tokens up to its own. None: rows predict their own positions, always
+        draw: DrawTokens | None = None,  # None: rows take their best guesses
     ) -> None:
-        self.rules, self.start, self.guess = rules, start, guess
+        self.rules, self.start, self.guess, self._draw = rules, start, guess, draw
         self._first = 0  # canvas position of the next row
         self._predicts_next = lead is not None
         if lead is not None and kept is not None:
@@ -129,9 +130,11 @@ class CanvasRules:
         device if there are bad words of several tokens."""
         self.rules.apply_(logits, self._first, self.start, self.guess)
         if self.rules.bad_words:
-            kept, words = self._kept[self._first :], self.rules.bad_words
-            exclude_ = words.exclude_in_next_token_rows_ if self._predicts_next else words.exclude_
-            self._spelled = exclude_(logits, self._spelled, kept)
+            kept, words, before = self._kept[self._first :], self.rules.bad_words, self._spelled
+            if self._predicts_next:
+                self._spelled = words.exclude_in_next_token_rows_(logits, before, kept)
+            else:
+                self._spelled = words.exclude_(logits, before, kept, self._draw, self._first)
         self._first += len(logits)
 
 

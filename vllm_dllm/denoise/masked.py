@@ -40,13 +40,14 @@ class MaskedRules(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Says which canvases may still change revealed tokens, and for how many steps. All fields are
-    [n]."""
+    """Says which canvases may still change revealed tokens, and for how many steps. Fields are [n]
+    unless marked."""
 
     is_chosen: torch.Tensor  # bool, these canvases; the others are finished when nothing is hidden
     threshold: torch.Tensor  # fp32, candidates that are more probable replace revealed tokens
     most_steps: torch.Tensor  # int64, most steps that find nothing hidden
     steps_done: torch.Tensor  # int64, steps so far that found nothing hidden
+    barred: torch.Tensor | None = None  # [n, C] bool, positions that keep their tokens; None: none
 
 
 class GrammarReveal(NamedTuple):
@@ -236,7 +237,8 @@ def changed_tokens(
 ) -> torch.Tensor:
     """Returns [n, C] bool: the revealed tokens that this step replaces."""
     is_likely = edits.is_chosen[:, None] & (candidates.probability > edits.threshold[:, None])
-    return revealed & (candidates.tokens != canvas) & is_likely
+    changed = revealed & (candidates.tokens != canvas) & is_likely
+    return changed if edits.barred is None else changed & ~edits.barred
 
 
 def reveal_candidates(

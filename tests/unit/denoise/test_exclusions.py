@@ -9,7 +9,7 @@ import torch
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
-from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.row_stats import RowStats, row_stats, sample_by_inversion
 from vllm_dllm.denoise.vocab_stream import join_blocks, read_blocks
 
 C, V, START = 6, 40, 100
@@ -124,6 +124,45 @@ def test_no_bad_word_is_spelled_whatever_was_revealed() -> None:
             kept = [t if s or k >= 0 else -1 for t, s, k in zip(tokens, shown, kept, strict=True)]
             revealed += int(shown.sum())
     assert revealed > 1000
+
+
+def test_drawn_tokens_and_edits_spell_no_bad_word() -> None:
+    """Tokens are drawn, some are revealed, and revealed ones are replaced by others."""
+    generator = torch.Generator().manual_seed(0)
+    edited = kept_back = 0
+    for _ in range(100):
+        words = [torch.randint(0, 8, (2 + i % 2,), generator=generator).tolist() for i in range(5)]
+        bad_words, before = BadWords(words), torch.randint(0, 8, (4,), generator=generator).tolist()
+        kept = [-1] * 20
+        for _step in range(4):
+            logits = torch.randn(20, 8, generator=generator)
+            uniform = torch.rand(20, dtype=torch.float64, generator=generator)
+
+            def draw(rows: torch.Tensor, first: int) -> torch.Tensor:
+                drawn_by = uniform[first : first + len(rows)]  # noqa: B023
+                return sample_by_inversion(rows.softmax(dim=-1), drawn_by)
+
+            spelled = bad_words.exclude_(logits, before, kept, draw)
+            drawn = draw(logits, 0).tolist()
+            tokens = [k if k >= 0 else d for k, d in zip(kept, drawn, strict=True)]
+            assert spelled == before + tokens, "what is excluded is what is drawn behind"
+            changes = {
+                row: int(torch.randint(0, 8, (), generator=generator))
+                for row, token in enumerate(kept)
+                if token >= 0
+            }
+            stay = bad_words.spelling_changes(before, tokens, changes)
+            for row in changes.keys() - stay:
+                tokens[row] = changes[row]
+            answer = before[-2:] + tokens
+            for word in words:
+                places = range(len(answer) - len(word) + 1)
+                found = [i for i in places if answer[i : i + len(word)] == word]
+                assert all(i + len(word) <= 2 for i in found), (word, answer)
+            edited, kept_back = edited + len(changes) - len(stay), kept_back + len(stay)
+            shown = torch.rand(20, generator=generator) < 0.3
+            kept = [t if s or k >= 0 else -1 for t, s, k in zip(tokens, shown, kept, strict=True)]
+    assert edited > 300 and kept_back > 100
 
 
 def test_a_chain_of_substitutes() -> None:

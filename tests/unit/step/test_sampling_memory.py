@@ -17,7 +17,7 @@ from vllm_dllm.denoise.logit_rules import LogitRules, Penalties
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
 from vllm_dllm.step.logits.canvas_logits import LogitTools, WholeLogits
 from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws
+from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws, RowNoise
 from vllm_dllm.step.logits.sampling_memory import (
     SamplingMemory,
     most_step_bytes,
@@ -135,7 +135,8 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
         temperature, draw = torch.full((ROWS, 1), 0.6), torch.rand(ROWS, dtype=torch.float64)
         if kind == "masked":
             made = MaskedLogits(source, context, tools)
-            RowDraws(made, temperature, draw, torch.zeros(ROWS, dtype=torch.bool)).draw_all()
+            noise = RowNoise(batch, tools, temperature, draw, torch.zeros(ROWS, dtype=torch.bool))
+            RowDraws(made, noise).draw_all()
         else:
             WholeLogits(source, context, tools).read(temperature, draw)
 

@@ -1,6 +1,6 @@
 """Applies the sampling parameters of a batch's requests to the logits of their canvases."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -33,6 +33,9 @@ class RuleContext(NamedTuple):
     guesses: torch.Tensor  # [n, C] int64, the step before's best guesses
     kept: torch.Tensor | None = None  # [n, C] int64, tokens revealed for good; < 0: none yet
     leads: Mapping[int, torch.Tensor] = MappingProxyType({})  # by canvas, see `CanvasRules`
+    draw: Callable[[torch.Tensor, slice], torch.Tensor] | None = None
+    """(logits [k, V], their rows in the batch) -> tokens [k] int64 that are drawn from them. None:
+    rows take their best guesses."""
 
 
 class LogitFilters:
@@ -44,6 +47,9 @@ class LogitFilters:
         self.sampling_states = sampling_states
         self.device = req_states.device
         self.vocab_size = req_states.vocab_size
+        self.moving_tokens: tuple[int, ...] = ()
+        """Tokens that delete or insert others. Requests with bad words of several tokens do without
+        them: two tokens that a deletion brings together may be a bad word."""
         self._rules: dict[int, LogitRules] = {}
         self._truncated: set[int] = set()  # slots with top_k, top_p or min_p
         self._added: list[tuple[NewRequest, RuleTokens]] = []  # staged requests with rules
@@ -57,6 +63,8 @@ class LogitFilters:
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(request.slot)
         tokens = RuleTokens.from_request(request, self.vocab_size)
+        if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
+            tokens = tokens._replace(never=[*tokens.never, *self.moving_tokens])
         if tokens or params.bad_words_token_ids or use_penalty(params):
             self._added.append((request, tokens))
 
@@ -114,6 +122,11 @@ class LogitFilters:
         """Returns the indices of canvases whose requests have rules, see `rules_of_canvas`."""
         return batch.canvases_in(self._rules) if self._rules else []
 
+    def canvases_with_bad_words(self, batch: CanvasBatch) -> list[int]:
+        """Returns the indices of canvases whose requests have bad words of several tokens."""
+        ruled = self.canvases_with_rules(batch)
+        return [i for i in ruled if self.rules_of_request(i, batch).bad_words]
+
     def needs_whole_rows(self, batch: CanvasBatch) -> list[int]:
         """Returns the indices of canvases whose requests have rules or truncate logits, which needs
         all logits of a row at once."""
@@ -126,18 +139,57 @@ class LogitFilters:
 
     def rules_of_canvas(self, i: int, context: RuleContext) -> CanvasRules:
         """Returns what applies the rules of canvas i's request, before the temperature."""
-        rules, slot = self.rules_of_request(i, context.batch), int(context.batch.slots_np[i])
-        start, kept = context.starts[i], None if context.kept is None else context.kept[i]
-        # Tokens before the canvas that its bad words may begin with; NO_TOKEN in the prompt.
-        positions = start - (reach := rules.bad_words.reach)
-        positions = positions + torch.arange(reach, device=self.device)
-        tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
-        before = torch.where(
-            positions >= int(self.req_states.prompt_len.np[slot]), tokens, NO_TOKEN
-        )
+        rules, start = self.rules_of_request(i, context.batch), context.starts[i]
+        kept = None if context.kept is None else context.kept[i]
+        before = self._tokens_before(int(context.batch.slots_np[i]), start, rules.bad_words.reach)
+        draw, first = context.draw, context.batch.rows_of(i).start
+
+        def draw_rows(logits: torch.Tensor, row: int) -> torch.Tensor:
+            assert draw is not None
+            return draw(logits, slice(first + row, first + row + len(logits)))
+
         return CanvasRules(
-            rules, start, context.guesses[i], before, kept, lead=context.leads.get(i)
+            rules,
+            start,
+            context.guesses[i],
+            before,
+            kept,
+            lead=context.leads.get(i),
+            draw=None if draw is None else draw_rows,
         )
+
+    def _tokens_before(self, slot: int, start: torch.Tensor, count: int) -> torch.Tensor:
+        """Returns [count] int64: the last tokens before the slot's canvas, which begins at absolute
+        position `start` []; NO_TOKEN in the prompt."""
+        positions = start - count + torch.arange(count, device=self.device)
+        tokens = self.req_states.all_token_ids.gpu[slot][positions.clamp(min=0)].long()
+        is_answer = positions >= int(self.req_states.prompt_len.np[slot])
+        return torch.where(is_answer, tokens, NO_TOKEN)
+
+    def spelling_changes(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        tokens: torch.Tensor,  # [n, C] int64, without the changes
+        changed: torch.Tensor,  # [n, C] bool, positions that may change
+        others: torch.Tensor,  # [n, C] int64, their tokens then
+    ) -> torch.Tensor | None:
+        """Returns [n, C] bool: positions that must not change, since their requests' bad words of
+        several tokens would be spelled. Returns None if no request has such words; else waits for
+        the device."""
+        ruled = self.canvases_with_bad_words(batch)
+        if not ruled:
+            return None
+        spelling = torch.zeros_like(changed)
+        for i in ruled:
+            words, length = self.rules_of_request(i, batch).bad_words, int(batch.lengths_np[i])
+            before = self._tokens_before(int(batch.slots_np[i]), starts[i], words.reach).tolist()
+            columns = torch.stack((tokens[i], changed[i].long(), others[i]))[:, :length].tolist()
+            rows = enumerate(zip(*columns[1:], strict=True))
+            changes = {row: other for row, (is_changed, other) in rows if is_changed}
+            for row in words.spelling_changes(before, columns[0], changes):
+                spelling[i, row] = True
+        return spelling
 
     def truncate(
         self,

@@ -11,7 +11,9 @@ from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import argmax, sample_by_inversion
 from vllm_dllm.grammar.revealed_run import ChooseCandidate, RowCandidate
-from vllm_dllm.step.logits.canvas_logits import RowMasks, WholeLogits
+from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.logits.canvas_logits import LogitTools, RowMasks, WholeLogits, tiles
+from vllm_dllm.step.logits.sampling_memory import rows_within_budget
 
 
 class MaskedLogits(WholeLogits):
@@ -31,30 +33,50 @@ class MaskedLogits(WholeLogits):
             self._processed[self.batch.rows_of(i)].index_fill_(1, tokens, MASKED_LOGIT)
 
 
-class RowDraws(NamedTuple):
-    """The logits of a step's rows, and the temperatures and noise by which tokens are drawn from
-    them."""
+class RowNoise(NamedTuple):
+    """The temperatures and the noise by which tokens are drawn from the rows of a step."""
 
-    logits: MaskedLogits
-    row_temperature: torch.Tensor  # [rows, 1] fp32
+    batch: CanvasBatch
+    tools: LogitTools
+    temperature: torch.Tensor  # [rows, 1] fp32
     uniform: torch.Tensor | None  # [rows] float64; None: all are greedy
     is_greedy: torch.Tensor  # [rows] bool
-    judges_unscaled: bool = False  # take probabilities before temperature and truncation
 
-    def _scale(self, logits: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    def scale(self, logits: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
         """Returns the logits of `rows` divided by their temperatures and truncated."""
-        scaled = logits / self.row_temperature[rows]
-        return self.logits.filters.truncate(scaled, self.logits.batch, rows)
+        scaled = logits / self.temperature[rows]
+        return self.tools.filters.truncate(scaled, self.batch, rows)
+
+    def draw(
+        self, logits: torch.Tensor, rows: slice, judged: torch.Tensor | None = None
+    ) -> Candidates:
+        """Draws a candidate from each of `rows`, whose logits are [k, V] fp32, with rules applied.
+        `judged`: see `draw_candidates`."""
+        if self.uniform is None:
+            return draw_candidates(logits, None, self.is_greedy[rows], judged)
+        scaled, uniform = self.scale(logits, rows), self.uniform[rows]
+        return draw_candidates(scaled, uniform, self.is_greedy[rows], judged)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Returns the tokens [k] int64 that `draw` draws, tile by tile."""
+        length = rows_within_budget(logits.shape[1], self.tools.memory.budget_bytes)
+        parts = zip(tiles(rows, length), logits.split(length), strict=True)
+        return torch.cat([self.draw(of_tile, tile).tokens for tile, of_tile in parts])
+
+
+class RowDraws(NamedTuple):
+    """The logits of a step's rows, and what tokens are drawn from them by."""
+
+    logits: MaskedLogits
+    noise: RowNoise
+    judges_unscaled: bool = False  # take probabilities before temperature and truncation
 
     def draw_all(self) -> Candidates:
         """Draws a candidate from every row, tile by tile. Returns fields [rows]."""
         processed, parts = self.logits.all_rows(in_process=True), []
         for rows in self.logits.record_and_tile():
-            scaled, uniform, judged = processed[rows], None, None
-            if self.uniform is not None:
-                judged = scaled if self.judges_unscaled else None
-                scaled, uniform = self._scale(scaled, rows), self.uniform[rows]
-            parts.append(draw_candidates(scaled, uniform, self.is_greedy[rows], judged))
+            judged = processed[rows] if self.judges_unscaled else None
+            parts.append(self.noise.draw(processed[rows], rows, judged))
         if len(parts) == 1:
             return parts[0]
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -62,9 +84,9 @@ class RowDraws(NamedTuple):
     def draw_all_without(self, excluded: torch.Tensor) -> torch.Tensor:
         """Returns [rows] int64: a token drawn from every row, none of them in `excluded` [m]
         int64."""
-        num_rows = len(self.is_greedy)
+        num_rows = len(self.noise.is_greedy)
         rows = torch.arange(num_rows, device=excluded.device)
-        return self.draw_rows_without(rows, excluded.expand(num_rows, -1), self.uniform)
+        return self.draw_rows_without(rows, excluded.expand(num_rows, -1), self.noise.uniform)
 
     def draw_rows_without(
         self,
@@ -79,10 +101,10 @@ class RowDraws(NamedTuple):
             own = rows[places]
             logits = processed[own].scatter_(1, excluded[places], MASKED_LOGIT)
             tokens = argmax(logits)
-            if self.uniform is not None and uniform is not None:
-                probs = self._scale(logits, own).softmax(dim=-1)
+            if self.noise.uniform is not None and uniform is not None:
+                probs = self.noise.scale(logits, own).softmax(dim=-1)
                 drawn = sample_by_inversion(probs, uniform[places])
-                tokens = torch.where(self.is_greedy[own], tokens, drawn)
+                tokens = torch.where(self.noise.is_greedy[own], tokens, drawn)
             parts.append(tokens)
         return torch.cat(parts)
 
@@ -101,12 +123,11 @@ class RowDraws(NamedTuple):
         among all tokens and the row's entropy in nats. Waits for the device."""
         rows = slice(first + row, first + row + 1)
         logits = self.logits.all_rows(in_process=True)[rows]
-        judged = logits if self.judges_unscaled else self._scale(logits, rows)
+        judged = logits if self.judges_unscaled else self.noise.scale(logits, rows)
         if words is not None:
             masks = RowMasks(np.zeros(1, dtype=np.int64), words[None])
             masks.exclude_(logits := logits.clone(), 0)
-        uniform = None if self.uniform is None else self.uniform[rows]
-        drawn = draw_candidates(self._scale(logits, rows), uniform, self.is_greedy[rows], judged)
+        drawn = self.noise.draw(logits, rows, judged)
         # Tokens are below 2 ** 53.
         token, probability, entropy = torch.stack([column[0].double() for column in drawn]).tolist()
         return RowCandidate(int(token), probability, entropy)

@@ -5,12 +5,15 @@ A block is finished by a step that found nothing hidden and changed nothing, or 
 consecutive steps that found none of the masks the block began with. The last of these reveals all
 positions, and neither deletes nor inserts, so a finished block holds no delete or insert token. We
 differ from the published loop in two things: a block also ends that way after `MOST_STEPS`, where
-the loop may leave masks; and tokens of the prompt are data, whatever they are.
+the loop may leave masks; and tokens of the prompt are data, whatever they are. Blocks of requests
+with a grammar or bad words of several tokens neither delete nor insert.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.levenshtein import (
@@ -19,6 +22,7 @@ from vllm_dllm.denoise.levenshtein import (
     begin_round,
     delete_and_insert,
     fingerprint,
+    likely_edits,
     write_candidates,
 )
 from vllm_dllm.denoise.masked import Edited, GrammarReveal, MaskedOutcome, MaskedRules
@@ -39,6 +43,7 @@ class LevenshteinStep(MaskedStep):
         super().__init__(*args)
         assert self.config.edit_tokens is not None, "of a family that moves tokens"
         self.tokens = EditTokens(self.mask_id, *self.config.edit_tokens)
+        self.requests.filters.moving_tokens = self.config.edit_tokens
         self._edit_token_ids = torch.tensor(self.config.edit_tokens, device=self.device)
         # By slot. A block's first step reads neither.
         # [R, C], see `Round.original`
@@ -56,10 +61,11 @@ class LevenshteinStep(MaskedStep):
         """Returns the draws with two changes: revealed positions draw their most probable token,
         and probabilities are those before temperature and truncation."""
         draws, batch = super()._draws(inputs, source), inputs.batch
-        if draws.uniform is None:
+        if draws.noise.uniform is None:
             return draws
         revealed = batch.flatten(self.slots.revealed[batch.slot_index])
-        return draws._replace(is_greedy=draws.is_greedy | revealed, judges_unscaled=True)
+        drawn_by = draws.noise._replace(is_greedy=draws.noise.is_greedy | revealed)
+        return draws._replace(noise=drawn_by, judges_unscaled=True)
 
     def _reveal_by_grammars(
         self, inputs: StepInputs, rules: MaskedRules, draws: RowDraws
@@ -75,7 +81,13 @@ class LevenshteinStep(MaskedStep):
         """Writes candidates into the canvases, deletes and inserts tokens, and decides which blocks
         are finished. Stores the block's original masks and fingerprints for its next steps."""
         batch, numbers, settings = inputs.batch, inputs.numbers, self._settings_of(inputs)
-        idx = batch.slot_index
+        idx, filters, stays = batch.slot_index, self.requests.filters, None
+        if choice.by_grammar is not None:
+            stays = choice.by_grammar.is_ruled
+        if ruled := filters.canvases_with_bad_words(batch):
+            has_words = np.isin(np.arange(batch.num_canvases), ruled)
+            on_device = async_tensor_h2d(has_words, device=self.device)
+            stays = on_device if stays is None else stays | on_device
         step = begin_round(
             self.slots.canvas[idx],
             batch.valid,
@@ -85,20 +97,29 @@ class LevenshteinStep(MaskedStep):
             most_post_steps=settings.edit_steps,
             most_steps=MOST_STEPS,
             mask_id=self.mask_id,
-            has_grammar=None if choice.by_grammar is None else choice.by_grammar.is_ruled,
+            stays=stays,
         )
         edit_threshold = settings.edit_threshold
         if edit_threshold is None:  # a warm-up's
             edit_threshold = torch.zeros_like(settings.threshold)
+        candidates = choice.candidates
+        barred = filters.spelling_changes(
+            batch,
+            inputs.starts,
+            torch.where(step.hidden, candidates.tokens, step.canvas),
+            likely_edits(step, candidates, edit_threshold),
+            candidates.tokens,
+        )
         written = write_candidates(
             step,
-            choice.candidates,
+            candidates,
             otherwise=batch.unflatten(choice.draws.draw_all_without(self._edit_token_ids)),
             rules=choice.rules,
             reveals_all=numbers.steps_done >= numbers.num_steps,
             edit_threshold=edit_threshold,
             by_grammar=choice.by_grammar,
             edit_tokens=self.tokens,
+            barred=barred,
         )
         written, mark = self._leave_loops(inputs, choice.draws, step, written)
         moved = delete_and_insert(step, written, self.tokens)

@@ -22,6 +22,7 @@ from vllm_dllm.denoise.masked import (
     GrammarReveal,
     MaskedOutcome,
     MaskedRules,
+    changed_tokens,
     masked_step,
     threshold_ahead,
 )
@@ -35,7 +36,7 @@ from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, StepInputs, VerifiedDrafts
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws
+from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws, RowNoise
 from vllm_dllm.step.requests import StepRequests
 
 
@@ -154,21 +155,24 @@ class MaskedStep(CanvasStep):
         noise that candidates are drawn by."""
         batch, settings = inputs.batch, self._settings_of(inputs)
         slots, idx = self.slots, batch.slot_index
+        are_scaled = self.slot_settings.are_scaled(batch)
+        drawn_by = RowNoise(
+            batch,
+            self.logit_tools,
+            batch.expand_to_rows(settings.temperature)[:, None],
+            batch.flatten(self._noise(inputs)) if are_scaled else None,
+            batch.expand_to_rows(settings.is_greedy),
+        )
         context = RuleContext(
             batch,
             inputs.starts,
             inputs.tokens.best_guess,
             kept=torch.where(slots.revealed[idx], slots.canvas[idx], NO_TOKEN),
             leads=self._leads(inputs),
+            draw=drawn_by.draw_tokens if are_scaled else None,
         )
-        are_scaled = self.slot_settings.are_scaled(batch)
-        return RowDraws(
-            MaskedLogits(source, context, self.logit_tools),
-            batch.expand_to_rows(settings.temperature)[:, None],
-            batch.flatten(self._noise(inputs)) if are_scaled else None,
-            batch.expand_to_rows(settings.is_greedy),
-            judges_unscaled=self.family.is_causal and are_scaled,
-        )
+        logits = MaskedLogits(source, context, self.logit_tools)
+        return RowDraws(logits, drawn_by, judges_unscaled=self.family.is_causal and are_scaled)
 
     def _noise(self, inputs: StepInputs) -> torch.Tensor:
         """Returns [n, C] float64 in [0, 1): the uniform numbers that candidates are drawn by."""
@@ -201,12 +205,24 @@ class MaskedStep(CanvasStep):
         settings, by_grammar = self._settings_of(inputs), choice.by_grammar
         slots, idx = self.slots, inputs.batch.slot_index
         edits = settings.edits(inputs.numbers.times_repeated)
-        if by_grammar is not None and edits is not None:
-            edits = edits._replace(is_chosen=edits.is_chosen & ~by_grammar.is_ruled)
+        canvas, revealed = slots.canvas[idx], slots.revealed[idx]
+        if edits is not None:
+            if by_grammar is not None:
+                edits = edits._replace(is_chosen=edits.is_chosen & ~by_grammar.is_ruled)
+            # Hidden positions take no token that completes a word with those that are kept.
+            candidates = choice.candidates.tokens
+            barred = self.requests.filters.spelling_changes(
+                inputs.batch,
+                inputs.starts,
+                torch.where(revealed, canvas, candidates),
+                changed_tokens(choice.candidates, canvas, revealed, edits),
+                candidates,
+            )
+            edits = edits._replace(barred=barred)
         return masked_step(
             choice.candidates,
-            slots.canvas[idx],
-            slots.revealed[idx],
+            canvas,
+            revealed,
             self._counted_positions(inputs),
             choice.rules,
             edits,
@@ -239,7 +255,7 @@ class MaskedStep(CanvasStep):
         return Denoised(
             logits=draws.logits,
             temperature=self._settings_of(inputs).temperature,
-            row_temperature=draws.row_temperature,
+            row_temperature=draws.noise.temperature,
             stats=RowStats(tokens, tokens, candidates.entropy_nats, candidates.probability.log()),
             soft_rows=None,
             next_canvas=torch.full_like(tokens, self.mask_id),

@@ -15,7 +15,7 @@ from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import StepInputs, StepResult
 from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws
+from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws, RowNoise
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
 
@@ -133,7 +133,9 @@ class SeededStep(MaskedStep):
         draw = noise.uniform(key, starts[:, None], torch.zeros_like(key), noise.INITIAL)
         is_greedy = settings.is_greedy | self.family.is_shifted
         temperature = settings.temperature[:, None]
-        draws = RowDraws(ruled, temperature, draw[:, 0], is_greedy, judges_unscaled=False)
+        draws = RowDraws(
+            ruled, RowNoise(rows, self.logit_tools, temperature, draw[:, 0], is_greedy)
+        )
         tokens = draws.draw_all().tokens
         tokens = self.grammars.legal_first_tokens(rows, starts, is_new, draws, tokens)
         self.requests.logprobs.keep_first_scores(rows, ruled, temperature, tokens, is_new)
