@@ -173,15 +173,11 @@ class LogitFilters:
         tokens: torch.Tensor,  # [n, C] int64, without the changes
         changed: torch.Tensor,  # [n, C] bool, positions that may change
         others: torch.Tensor,  # [n, C] int64, their tokens then
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Returns [n, C] bool: positions that must not change, since their requests' bad words of
-        several tokens would be spelled. Returns None if no request has such words; else waits for
-        the device."""
-        ruled = self.canvases_with_bad_words(batch)
-        if not ruled:
-            return None
+        several tokens would be spelled. Waits for the device if a request has such words."""
         spelling = torch.zeros_like(changed)
-        for i in ruled:
+        for i in self.canvases_with_bad_words(batch):
             words, length = self.rules_of_request(i, batch).bad_words, int(batch.lengths_np[i])
             before = self._tokens_before(int(batch.slots_np[i]), starts[i], words.reach).tolist()
             columns = torch.stack((tokens[i], changed[i].long(), others[i]))[:, :length].tolist()

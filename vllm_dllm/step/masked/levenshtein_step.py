@@ -103,13 +103,15 @@ class LevenshteinStep(MaskedStep):
         if edit_threshold is None:  # a warm-up's
             edit_threshold = torch.zeros_like(settings.threshold)
         candidates = choice.candidates
-        barred = filters.spelling_changes(
-            batch,
-            inputs.starts,
-            torch.where(step.hidden, candidates.tokens, step.canvas),
-            likely_edits(step, candidates, edit_threshold),
-            candidates.tokens,
-        )
+        barred = None
+        if ruled:
+            barred = filters.spelling_changes(
+                batch,
+                inputs.starts,
+                torch.where(step.hidden, candidates.tokens, step.canvas),
+                likely_edits(step, candidates, edit_threshold),
+                candidates.tokens,
+            )
         written = write_candidates(
             step,
             candidates,

@@ -209,16 +209,17 @@ class MaskedStep(CanvasStep):
         if edits is not None:
             if by_grammar is not None:
                 edits = edits._replace(is_chosen=edits.is_chosen & ~by_grammar.is_ruled)
-            # Hidden positions take no token that completes a word with those that are kept.
-            candidates = choice.candidates.tokens
-            barred = self.requests.filters.spelling_changes(
-                inputs.batch,
-                inputs.starts,
-                torch.where(revealed, canvas, candidates),
-                changed_tokens(choice.candidates, canvas, revealed, edits),
-                candidates,
-            )
-            edits = edits._replace(barred=barred)
+            if self.requests.filters.canvases_with_bad_words(inputs.batch):
+                # Hidden positions take no token that completes a word with those that are kept.
+                candidates = choice.candidates.tokens
+                barred = self.requests.filters.spelling_changes(
+                    inputs.batch,
+                    inputs.starts,
+                    torch.where(revealed, canvas, candidates),
+                    changed_tokens(choice.candidates, canvas, revealed, edits),
+                    candidates,
+                )
+                edits = edits._replace(barred=barred)
         return masked_step(
             choice.candidates,
             canvas,
