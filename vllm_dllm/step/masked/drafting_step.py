@@ -63,21 +63,8 @@ class DraftingStep(MaskedStep):
             return decided
         slots, idx = self.slots, inputs.batch.slot_index
         is_draft, before = self.verifies(idx), slots.canvas[idx]
-        counts, draws = is_verified & ~inputs.skips_grammars, choice.draws
-        tokens = self.grammars.legal_verified_tokens(
-            inputs.batch,
-            inputs.starts,
-            counts & is_draft,
-            before,
-            draws,
-            choice.candidates.tokens,
-            lead=0,
-        )
-        tokens = self.grammars.legal_drafts(
-            inputs.batch, inputs.starts, counts & ~is_draft, draws, tokens
-        )
         own = verify_step(
-            tokens,
+            self._legal_tokens(inputs, choice, is_verified, is_draft),
             before,
             slots.revealed[idx],
             valid=self._counted_positions(inputs),
@@ -96,4 +83,24 @@ class DraftingStep(MaskedStep):
             tokens=torch.where(rows, own.tokens, decided.tokens),
             revealed=torch.where(rows, own.revealed, decided.revealed),
             finished=torch.where(is_verified, own.finished, decided.finished),
+        )
+
+    def _legal_tokens(
+        self,
+        inputs: StepInputs,
+        choice: Choice,
+        is_verified: torch.Tensor,  # [n] bool, canvases whose drafts are verified
+        is_draft: torch.Tensor,  # [n] bool, those of them that hold a draft; it is verified now
+    ) -> torch.Tensor:
+        """Returns [n, C] int64: the candidates, legal ones in verified canvases with a grammar.
+        Moves grammars on, and then waits for the device. Costs nothing without a grammar."""
+        batch, tokens = inputs.batch, choice.candidates.tokens
+        if not self.grammars.any_in(batch):
+            return tokens
+        counts, canvas = is_verified & ~inputs.skips_grammars, self.slots.canvas[batch.slot_index]
+        tokens = self.grammars.legal_verified_tokens(
+            batch, inputs.starts, counts & is_draft, canvas, choice.draws, tokens, lead=0
+        )
+        return self.grammars.legal_drafts(
+            batch, inputs.starts, counts & ~is_draft, choice.draws, tokens
         )
