@@ -212,6 +212,11 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
             "diffusion_constrained needs logprob_token_ids, which are what it chooses among, got "
             "none."
         )
+    if options.constrained and params.allowed_token_ids:
+        raise ValueError(
+            "diffusion_constrained chooses among logprob_token_ids alone, and got "
+            "allowed_token_ids as well. Leave one of them out."
+        )
     if options.logprobs is not None:
         if params.logprobs is None and not params.logprob_token_ids:
             raise ValueError(

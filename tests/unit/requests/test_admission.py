@@ -240,6 +240,13 @@ def test_when_log_probabilities_are_taken() -> None:
     )
 
 
+def test_a_constrained_request_names_its_choices_once() -> None:
+    given, ids = {"diffusion_constrained": 1}, [3, 4]
+    assert options(given, logprob_token_ids=ids).constrained
+    refused = refusal(given, logprob_token_ids=ids, allowed_token_ids=ids)
+    assert "got allowed_token_ids as well. Leave one" in str(refused)
+
+
 def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:
     causal = FAMILIES["NemotronLabsDiffusionModel"]
     assert options({}, served(family=causal), prompt_logprobs=1)
