@@ -77,7 +77,8 @@ test-whole: setup
 
 # More cases, more requests and other servers of what `make test-all` tries once. Half an hour.
 test-thorough: setup ## what is due before a release: more seeds, larger batches
-	$(BIN)/pytest -m thorough $(BESIDE)
+	$(BIN)/pytest -m thorough $(BESIDE) --ignore tests/engine/test_full_width.py
+	$(BIN)/pytest -m thorough tests/engine/test_full_width.py # takes 19 GiB, so nothing beside it
 
 # Long forms of what tests/server does in a minute: kills, aborts and storms.
 test-faults: setup ## attack servers: kills, signals, storms of aborts

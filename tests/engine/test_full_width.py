@@ -1,5 +1,5 @@
 """The 26B model's widths, one layer of each kind, in bf16: a denoising step is transformers',
-behind contexts of up to 64k tokens. Six minutes of a core, and 13 GiB. Where there is a GPU, both
+behind contexts of up to 64k tokens. Six minutes of a core, and 19 GiB. Where there is a GPU, both
 run there."""
 
 from collections.abc import Callable, Iterator

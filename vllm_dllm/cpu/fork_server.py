@@ -24,6 +24,7 @@ from typing import Any
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.config.workers import CPU_IMPORTS, cpu_variables
 from vllm_dllm.cpu.compat import engine_processes
+from vllm_dllm.parents import end_with_parent
 
 READ_BY_LIBRARIES = (
     *("GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON"),
@@ -125,6 +126,12 @@ class ForkedProcess(context.ForkServerProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._inherited = _InheritedState()  # unpickled first, as other arguments may need it
         super().__init__(*args, **kwargs)
+
+    def run(self) -> None:
+        """Runs the process' function, and ends with the process that started this one. An engine
+        whose server was interrupted while it started would wait five minutes for it."""
+        end_with_parent()
+        super().run()
 
     def _bootstrap(self, *args: Any, **kwargs: Any) -> int:
         """Runs the process and then the exit functions of Python and C libraries, which free shared

@@ -16,7 +16,6 @@ from vllm_dllm.cpu.fork_server import changed_variables
 
 PROGRAM = """
 import json, multiprocessing, os, pathlib, signal, sys, time
-from vllm_dllm import parents
 from vllm_dllm.cpu import fork_server
 
 def write(path, **what):
@@ -25,7 +24,6 @@ def write(path, **what):
     path.with_suffix(".part").rename(path)
 
 def child(folder, depth):
-    parents.end_with_parent()
     print("from a child", flush=True)
     write(
         folder / f"child{depth}",
