@@ -37,7 +37,7 @@ def check_sources(package: Path) -> int:
     sources, installed = Sources(package), Sources(Path(vllm.__file__).parent)
     for kernel in rewritten_kernels(sources, installed):
         print(f"Read it: {kernel} differs from vLLM {installed.version}'s.")
-    complaints = [(check, line) for check in CHECKS for line in check_sources(sources)]
+    complaints = [(check, line) for check in CHECKS for line in check(sources)]
     for check, line in complaints:
         print(f"{check.__name__}: {line}")
     print(f"vLLM {sources.version}: {len(complaints) or 'nothing'} to look at.")

@@ -88,13 +88,9 @@ def query_prometheus(
             found = json.load(answer)["data"]["result"]
     except urllib.error.HTTPError as error:
         raise SystemExit(f"{query}: {error.read().decode()}") from error
-    return [
-        (
-            re.sub(r"\{\{(\w+)\}\}", lambda m, of=line: of["metric"][m[1]], target["legendFormat"]),
-            line["values"],
-        )
-        for line in found
-    ]
+    # A legend names labels of the metric in double braces.
+    legend = re.sub(r"\{\{(\w+)\}\}", r"{\1}", target["legendFormat"])
+    return [(legend.format(**line["metric"]), line["values"]) for line in found]
 
 
 def draw_panels(panels: list[Any], lines: dict[int, list[Any]], picture: Path) -> None:

@@ -12,6 +12,7 @@ from attention_kernels.masks import visible
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 CONTEXT, ROWS, WINDOW_LEFT = 12, 8, 5
 PANELS = [
@@ -32,7 +33,7 @@ def draw(path: Path) -> None:
         for row, column in torch.cartesian_prod(torch.arange(ROWS), key_pos).tolist():
             color = IN_CONTEXT if column < CONTEXT else IN_ROWS
             color = color if seen[row, column] else NOT_SEEN
-            axis.add_patch(plt.Rectangle((column + 0.07, row + 0.07), 0.86, 0.86, color=color))
+            axis.add_patch(Rectangle((column + 0.07, row + 0.07), 0.86, 0.86, color=color))
         axis.axvline(CONTEXT, color="black", linewidth=1)
         axis.set(xlim=(0, length), ylim=(ROWS, 0), aspect="equal", ylabel="row at")
         axis.set_title(title, loc="left", fontsize=10)
