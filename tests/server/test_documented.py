@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from vllm import LLMEngine, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.documented import CLIENTS, MAKE, SERVERS, TINY, TOOLS

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.paths import ROOT
