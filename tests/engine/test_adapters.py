@@ -84,6 +84,28 @@ def test_mixed_batch_is_answered_as_by_merged_checkpoints(
         model.llm.llm_engine.add_lora(LoRARequest("head", 9, str(path / "head")))
 
 
+def test_no_step_has_more_adapters_than_fit(
+    engine: GetEngine, tmp_path: Path, asynchronous: None
+) -> None:
+    """Nor does one behind a step that a request sat out, because its canvas shares a block with the
+    prompt."""
+    path, _ = make(tmp_path, "SDAR", 4)
+    for i in range(3):
+        make_adapter(path / f"ad{i}", path, LAYERS["SDAR"].split(), i, RANK)
+    adapters = [LoRARequest(f"ad{i}", i + 1, str(path / f"ad{i}")) for i in range(3)]
+    lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "max_cpu_loras": 3}
+    llm = engine(path, async_scheduling=True, **lora).llm
+    prompt = {"prompt_token_ids": random_ids(6, VOCABULARY, 0)}
+    params = params_of(RULES["dynamic"], 24, 0)
+    (first,), (second,), (third,) = (
+        llm.generate([prompt], params, lora_request=[adapter], use_tqdm=False)
+        for adapter in adapters
+    )
+    together = llm.generate([prompt] * 3, params, lora_request=adapters, use_tqdm=False)
+    alone = [output.outputs[0].token_ids for output in (first, second, third)]
+    assert [output.outputs[0].token_ids for output in together] == alone
+
+
 def rounding_decides(
     decode: Reference, prompt: list[int], max_tokens: int, theirs: Trajectory, parting: int
 ) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched import diffusion_scheduler
@@ -51,11 +51,17 @@ class SchedulerHooks(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Returns the next step, without requests that sit out or are held back. Requests that are
         held back leave the waiting queue meanwhile, and are then added to it anew."""
-        for request in self.sitting_out():
+        sitting = self.sitting_out()
+        for request in sitting:
             earliest = self.current_step + 2  # the step to be is the next one
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, earliest)
-        if held := self.held_back():
+        if held := list(self.held_back()):
             self.waiting.remove_requests(held)
+        if sitting and self.lora_config is not None:
+            # vLLM counts only adapters of the step, but requests that sit it out need theirs later.
+            lacking = lacking_adapters(self.running, self.waiting, self.lora_config.max_loras)
+            self.waiting.remove_requests(lacking)
+            held += lacking
         output = super().schedule(*args, **kwargs)
         for request in held:
             self.waiting.add_request(request)
@@ -140,6 +146,27 @@ class SchedulerHooks(Scheduler):
         else:
             self.block_emitted(request, block_length)
         return kept, stopped
+
+
+def lacking_adapters(
+    running: Iterable[Request], waiting: Iterable[Request], most: int
+) -> list[Request]:
+    """Returns the `waiting` requests with which there would be more than `most` LoRA adapters, next
+    to those of `running` requests and of waiting ones before them."""
+
+    def adapter(request: Request) -> int | None:
+        return request.lora_request.lora_int_id if request.lora_request else None
+
+    used = {adapter(request) for request in running} - {None}
+    lacking = []
+    for request in waiting:
+        if (needed := adapter(request)) is None or needed in used:
+            continue
+        if len(used) < most:
+            used.add(needed)
+        else:
+            lacking.append(request)
+    return lacking
 
 
 def ask_for_draft_tokens_only_if_needed() -> None:
