@@ -51,20 +51,21 @@ class SchedulerHooks(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Returns the next step, without requests that sit out or are held back. Requests that are
         held back leave the waiting queue meanwhile, and are then added to it anew."""
-        sitting = self.sitting_out()
-        for request in sitting:
+        for request in self.sitting_out():
             earliest = self.current_step + 2  # the step to be is the next one
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, earliest)
         if held := list(self.held_back()):
             self.waiting.remove_requests(held)
-        if sitting and self.lora_config is not None:
-            # vLLM counts only adapters of the step, but requests that sit it out need theirs later.
+        lacking: list[Request] = []
+        if self.lora_config is not None:
+            # vLLM counts only adapters of the step. Requests that it leaves out need theirs later.
             lacking = lacking_adapters(self.running, self.waiting, self.lora_config.max_loras)
             self.waiting.remove_requests(lacking)
-            held += lacking
         output = super().schedule(*args, **kwargs)
         for request in held:
             self.waiting.add_request(request)
+        for request in reversed(lacking):  # which keep their places
+            self.waiting.prepend_request(request)
         if not self._worker_masks:
             # Else vLLM waits for the last step's tokens and makes masks of the drafts. Set after
             # vLLM's `schedule`: its asynchronous scheduler sets them last.
