@@ -84,6 +84,40 @@ def test_mixed_batch_is_answered_as_by_merged_checkpoints(
         model.llm.llm_engine.add_lora(LoRARequest("head", 9, str(path / "head")))
 
 
+@pytest.mark.parametrize(
+    ("prompt_length", "max_tokens"),
+    [
+        pytest.param(6, (24, 24, 24), id="canvas in the prompt's block"),
+        pytest.param(8, (2, 24, 24), id="few tokens"),  # in flight: vLLM takes them for the last
+    ],
+)
+def test_no_step_has_more_adapters_than_fit(
+    engine: GetEngine,
+    tmp_path: Path,
+    asynchronous: None,
+    prompt_length: int,
+    max_tokens: tuple[int, ...],
+) -> None:
+    """Nor does one behind a step that a running request sat out."""
+    path, _ = make(tmp_path, "SDAR", 4)
+    for i in range(3):
+        make_adapter(path / f"ad{i}", path, LAYERS["SDAR"].split(), i, RANK)
+    adapters = [LoRARequest(f"ad{i}", i + 1, str(path / f"ad{i}")) for i in range(3)]
+    lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "max_cpu_loras": 3}
+    llm = engine(path, async_scheduling=True, **lora).llm
+    prompt = {"prompt_token_ids": random_ids(prompt_length, VOCABULARY, 0)}
+
+    def answers(requests: slice) -> list[list[int]]:
+        params = [params_of(RULES["static"], most, 0) for most in max_tokens[requests]]
+        outputs = llm.generate(
+            [prompt] * len(params), params, lora_request=adapters[requests], use_tqdm=False
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    alone = [*answers(slice(0, 1)), *answers(slice(1, 2)), *answers(slice(2, 3))]
+    assert answers(slice(3)) == alone
+
+
 def rounding_decides(
     decode: Reference, prompt: list[int], max_tokens: int, theirs: Trajectory, parting: int
 ) -> bool:

@@ -81,6 +81,17 @@ def test_min_tokens_count_both(thinking: Engine) -> None:
         assert check(thinking, output) > 0
 
 
+def test_no_stop_token_ends_it(thinking: Engine) -> None:
+    """Nor beside `ignore_eos`, which leaves the request its own ones."""
+    stops = list(range(100, 490, 9))
+    for ignore_eos in (False, True):
+        for output in ask(thinking, PROMPTS, stop_token_ids=stops, ignore_eos=ignore_eos):
+            (answer,) = output.outputs
+            assert answer.finish_reason in ("stop", "length")
+            tokens = list(answer.token_ids)
+            assert not set(stops) & set(tokens[: tokens.index(THOUGHT_ENDS)])
+
+
 def test_asynchronous(checkpoint: Path, engine: GetEngine, asynchronous: None) -> None:
     served = engine(checkpoint, reasoning_parser="deepseek_r1", async_scheduling=True, **SIZE)
     assert all(check(served, output) for output in ask(served, PROMPTS))

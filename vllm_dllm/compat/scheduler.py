@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched import diffusion_scheduler
@@ -54,11 +54,18 @@ class SchedulerHooks(Scheduler):
         for request in self.sitting_out():
             earliest = self.current_step + 2  # the step to be is the next one
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, earliest)
-        if held := self.held_back():
+        if held := list(self.held_back()):
             self.waiting.remove_requests(held)
+        lacking: list[Request] = []
+        if self.lora_config is not None:
+            # vLLM counts only adapters of the step. Requests that it leaves out need theirs later.
+            lacking = lacking_adapters(self.running, self.waiting, self.lora_config.max_loras)
+            self.waiting.remove_requests(lacking)
         output = super().schedule(*args, **kwargs)
         for request in held:
             self.waiting.add_request(request)
+        for request in reversed(lacking):  # which keep their places
+            self.waiting.prepend_request(request)
         if not self._worker_masks:
             # Else vLLM waits for the last step's tokens and makes masks of the drafts. Set after
             # vLLM's `schedule`: its asynchronous scheduler sets them last.
@@ -140,6 +147,27 @@ class SchedulerHooks(Scheduler):
         else:
             self.block_emitted(request, block_length)
         return kept, stopped
+
+
+def lacking_adapters(
+    running: Iterable[Request], waiting: Iterable[Request], most: int
+) -> list[Request]:
+    """Returns the `waiting` requests with which there would be more than `most` LoRA adapters, next
+    to those of `running` requests and of waiting ones before them."""
+
+    def adapter(request: Request) -> int | None:
+        return request.lora_request.lora_int_id if request.lora_request else None
+
+    used = {adapter(request) for request in running} - {None}
+    lacking = []
+    for request in waiting:
+        if (needed := adapter(request)) is None or needed in used:
+            continue
+        if len(used) < most:
+            used.add(needed)
+        else:
+            lacking.append(request)
+    return lacking
 
 
 def ask_for_draft_tokens_only_if_needed() -> None:

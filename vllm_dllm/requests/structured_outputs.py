@@ -129,7 +129,7 @@ def _check_and_mend(
 
 def _check_end_is_allowed(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:
     """Raises GrammarError if a request excludes all tokens that could end its answer."""
-    ends = {eos, *(() if params.ignore_eos else params.stop_token_ids or ())}
+    ends = {eos, *(params.stop_token_ids or ())}
     if all(exclusions.excludes(end, ()) for end in ends):
         raise GrammarError(
             f"the request excludes every token that ends an answer, such as {eos}. Allow one in "

@@ -94,10 +94,11 @@ class CanvasGrammars:
             return
         if self._compiler is None:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        stops = frozenset(stop for stop in params.all_stop_token_ids if not params.ignore_eos)
+        # `ignore_eos` leaves vLLM the request's own stop tokens.
+        stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
         req_id = self._req_states.index_to_req_id[request.slot]
         self._answers[request.slot] = Answer(
-            self._compiler.submit(self._compile, params, stops, request.options),
+            self._compiler.submit(self._compile, params, frozenset(stops), request.options),
             position=request.prompt_len,
             end=int(self._slots.host_values("end", np.array([request.slot]))[0]),
             wanted_stop=params.eos_token_id,
