@@ -97,6 +97,9 @@ def _install_admission() -> None:
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager  # takes a second
 
+        from vllm_dllm.compat.parsers import show_prompts_to_parsers
+
+        show_prompts_to_parsers()
         ToolParserManager.register_lazy_module(
             "gemma4_strict", "vllm_dllm.requests.gemma_tool_parser", "GemmaToolParser"
         )

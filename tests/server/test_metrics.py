@@ -71,6 +71,14 @@ def test_usage_says_what_a_trace_counts(server: Server, streamed: bool) -> None:
         assert details["denoise_steps"] == details["forwards"] == len(trace)
 
 
+def test_usage_of_a_batch_of_chats(server: Server) -> None:
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:2]]
+    body = {"model": server.model, "messages": chats, "max_tokens": 20, "seed": 1}
+    answer = json.loads(server.read("/v1/chat/completions/batch", body))
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["forwards"] >= details["denoise_steps"] > 0
+
+
 def usages(server: Server, of_chat: bool, streamed: bool) -> Iterator[Any]:
     common: Any = {"model": server.model, "max_tokens": 100, "seed": 1, "stream": streamed}
     if streamed:

@@ -1,15 +1,67 @@
-"""Which tokens end the reasoning before an answer, as vLLM's parser of reasoning has it."""
+"""What vLLM's parsers of reasoning know: which tokens end it, and what the prompt says of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from vllm.config import StructuredOutputsConfig
+from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_dllm.compat.patching import patch
+
+
+class PromptReadingParser(DelegatingParser):
+    """Shows the prompt to its reasoning parser, which then reads the whole answer.
+
+    vLLM's own class does so only for streams, and there skips the reasoning parser if the prompt
+    has ended the reasoning: reasoning that comes nevertheless is then shown as the answer.
+    """
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        """Tells the reasoning parser whether the prompt has begun the reasoning. vLLM calls it for
+        answers that are not streamed."""
+        super().set_prompt_token_ids(prompt_token_ids)
+        assert self.reasoning_parser is not None
+        self.reasoning_parser.adjust_initial_state_from_prompt(prompt_token_ids)
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns what the next piece of a stream adds."""
+        state = self._stream_state
+        if prompt_token_ids is not None and not state.prompt_reasoning_checked:
+            state.prompt_reasoning_checked = True
+            self.set_prompt_token_ids(prompt_token_ids)
+        return super().parse_delta(
+            delta_text, delta_token_ids, request, prompt_token_ids, **options
+        )
+
+
+def show_prompts_to_parsers() -> None:
+    """Patches vLLM to make a PromptReadingParser for reasoning parsers that have `reads_prompts`.
+    Repeatable."""
+
+    def make(stock: Any) -> Any:
+        def get_parser(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            parser = stock.__func__(cls, *args, **kwargs)
+            reasoning = parser and parser.reasoning_parser_cls
+            if not getattr(reasoning, "reads_prompts", False):
+                return parser
+            return type(parser.__name__, (PromptReadingParser, parser), {})
+
+        return classmethod(get_parser)
+
+    patch("parser.parser_manager:ParserManager.get_parser", make)
 
 
 class ReasoningEnds(NamedTuple):

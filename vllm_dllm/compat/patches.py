@@ -94,11 +94,10 @@ SERVER = (
         "app",
     ),
     Patch(
-        "entrypoints.openai.chat_completion.serving:UsageInfo",
-        "counts of tokens in the `usage` of chats",
+        "entrypoints.serve.engine.protocol:UsageInfo.__init__",
+        "counts of tokens in the `usage` of chats and completions",
         "a hook of the model's on `usage`",
     ),
-    Patch("entrypoints.openai.completion.serving:UsageInfo", "of completions", "the same"),
     Patch(
         "entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_full_generator",
@@ -121,6 +120,13 @@ SERVER = (
         "the same",
         "self token_ids top_logprobs num_output_top_logprobs tokenizer logprob_token_ids "
         "initial_text_offset return_as_token_id",
+    ),
+    Patch(
+        "parser.parser_manager:ParserManager.get_parser",
+        "the same split into reasoning and content, streamed or not, whatever the prompt has begun",
+        "the prompt, to every reasoning parser",
+        "cls tool_parser_name reasoning_parser_name enable_auto_tools model_name is_harmony "
+        "tool_strict_level tokenizer",
     ),
     Patch(
         "v1.engine.logprobs:convert_ids_list_to_tokens",

@@ -131,25 +131,24 @@ def patch_usage() -> None:
     With vLLM before 0.33, also corrects `finish_reason` to `length` for an answer that was cut
     behind a tool call, unless it is streamed.
     """
-    chat = "entrypoints.openai.chat_completion.serving"
 
-    @wrap(f"{chat}:UsageInfo")
-    @wrap("entrypoints.openai.completion.serving:UsageInfo")
-    def usage_info(stock: Any, **fields: Any) -> Any:
-        """Returns vLLM's `usage`, with the counts of this task's HTTP request."""
-        usage = stock(**fields)
+    @wrap("entrypoints.serve.engine.protocol:UsageInfo.__init__")
+    def make_usage(stock: Any, self: Any, **fields: Any) -> None:
+        """Makes vLLM's `usage`, with the counts of this task's HTTP request."""
+        stock(self, **fields)
         if (counter := _counter.get()) is not None:
             from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
-            details = usage.completion_tokens_details
+            details = self.completion_tokens_details
             known = {} if details is None else details.model_dump()
-            usage.completion_tokens_details = CompletionTokenUsageInfo(**known, **counter.counts())
-        return usage
+            self.completion_tokens_details = CompletionTokenUsageInfo(**(known | counter.counts()))
 
     if version.is_at_least("0.33"):
         return
 
-    @wrap(f"{chat}:OpenAIServingChat.chat_completion_full_generator")
+    chat = "entrypoints.openai.chat_completion.serving:OpenAIServingChat"
+
+    @wrap(f"{chat}.chat_completion_full_generator")
     async def answer(stock: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns a chat's answer with its `finish_reason` corrected."""
         response = await stock(*args, **kwargs)

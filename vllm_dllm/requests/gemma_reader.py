@@ -8,11 +8,16 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from vllm.tokenizers import TokenizerLike
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
 
 MARKERS = frozenset({CALL, END, QUOTE})
+_MARKER = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
+"""Names of Gemma 4's special tokens. Other added tokens are words."""
 _ARGUMENT_PART = re.compile(
     rf"{re.escape(QUOTE)}(?P<text>.*?){re.escape(QUOTE)}|(?P<sign>[][{{}},:])|(?P<word>[^][{{}},:<]+)",
     re.DOTALL,
@@ -142,6 +147,14 @@ def _word_json(word: str) -> str:
     except ValueError:
         return json.dumps(word, ensure_ascii=False)
     return word
+
+
+@lru_cache(maxsize=8)
+def find_markers(tokenizer: TokenizerLike) -> frozenset[str]:
+    """Returns the texts of the special tokens that are not shown to a client. Cached by
+    tokenizer."""
+    named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
+    return MARKERS.union(tokenizer.all_special_tokens, named)
 
 
 def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -> bool:

@@ -13,7 +13,13 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning.gemma4_engine_reasoning_parser import Gemma4ParserReasoningAdapter
 
 from vllm_dllm.compat.parsers import begins_in_reasoning
-from vllm_dllm.requests.gemma_reader import MARKERS, is_cut_marker, overlap_length, stop_strings
+from vllm_dllm.requests.gemma_reader import (
+    MARKERS,
+    find_markers,
+    is_cut_marker,
+    overlap_length,
+    stop_strings,
+)
 
 BEGIN, END = "<|channel>", "<channel|>"
 _HEAD = "thought\n"  # before the reasoning; not shown
@@ -23,8 +29,10 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
     """Implements vLLM's interface of reasoning parsers for Gemma 4. Raises RuntimeError if the
     tokenizer lacks a token that begins or ends reasoning."""
 
+    reads_prompts = True  # see `compat.parsers.show_prompts_to_parsers`
+
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes the reader of a stream whose prompt has not begun the reasoning. The further
+        """Makes the parser of an answer whose prompt has not begun the reasoning. The further
         arguments are vLLM's."""
         super().__init__(tokenizer, *args, **kwargs)
         missing = [name for name in (BEGIN, END) if name not in self.vocab]
@@ -33,25 +41,25 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
                 f"gemma4 needs a tokenizer with the tokens {BEGIN} and {END}, got one without "
                 f"{' and '.join(missing)}. Leave --reasoning-parser out: this model does not reason"
             )
-        self._reader = self._make_reader(begins_open=False)
+        self._begins_open = False  # whether the prompt has begun the reasoning
+        self._reader = self._make_reader()  # of the stream
         self._tokens: Counter[int | None] = Counter()  # token -> how often it came in the stream
 
-    def _make_reader(self, *, begins_open: bool) -> "ReasoningReader":
-        """Returns a reader of one answer; with `begins_open` the answer begins inside of
-        reasoning."""
-        markers = {BEGIN, END, *MARKERS, *self.model_tokenizer.all_special_tokens}
-        return ReasoningReader(markers, begins_open=begins_open)
+    def _make_reader(self) -> "ReasoningReader":
+        """Returns a reader of one answer."""
+        markers = find_markers(self.model_tokenizer)
+        return ReasoningReader(markers, begins_open=self._begins_open)
 
     def adjust_initial_state_from_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Starts the stream's reader inside of reasoning if the prompt has begun the reasoning."""
+        """Starts inside of reasoning if the prompt has begun the reasoning."""
         super().adjust_initial_state_from_prompt(prompt_token_ids)
-        self._reader = self._make_reader(begins_open=begins_in_reasoning(self))
+        self._begins_open = begins_in_reasoning(self)
+        self._reader = self._make_reader()
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """Returns the reasoning and the content of a whole answer; None in the place of an empty
         one."""
-        begins_open = END in model_output and BEGIN not in model_output.partition(END)[0]
-        reader = self._make_reader(begins_open=begins_open)
+        reader = self._make_reader()
         begun = reader.read_piece(model_output)
         is_cut = is_cut_marker(reader.rest, reader.markers, stop_strings(request))
         rest = reader.finish(is_cut=is_cut)

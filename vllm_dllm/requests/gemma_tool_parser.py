@@ -5,9 +5,7 @@ a grammar: free text until a call begins, from there on only what the functions'
 """
 
 import json
-import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import (
@@ -28,12 +26,9 @@ from vllm.tool_parsers.abstract_tool_parser import Tool, ToolParser
 from vllm.tool_parsers.utils import get_function_tools
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.requests.gemma_reader import MARKERS, GemmaReader, stop_strings
+from vllm_dllm.requests.gemma_reader import GemmaReader, find_markers, stop_strings
 
 logger = init_logger(__name__)
-
-_MARKER = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
-"""Names of Gemma 4's special tokens. Other added tokens are words."""
 
 
 class GemmaToolParser(ToolParser):
@@ -134,16 +129,8 @@ class GemmaToolParser(ToolParser):
 
     def _reader_for(self, request: Any) -> GemmaReader:
         """Returns a new reader of one answer to `request`."""
-        markers = _find_markers(self.model_tokenizer)
+        markers = find_markers(self.model_tokenizer)
         return GemmaReader(markers, reads_calls=request.tool_choice != "none")
-
-
-@lru_cache(maxsize=8)
-def _find_markers(tokenizer: TokenizerLike) -> frozenset[str]:
-    """Returns the texts of the special tokens that are not shown to a client. Cached by
-    tokenizer."""
-    named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
-    return MARKERS.union(tokenizer.all_special_tokens, named)
 
 
 def _structured_outputs_format(wanted: StructuredOutputsParams) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Answers with calls and reasoning, cut at every length and by every stop, streamed in every way:
 both ways of answering agree, no marker is shown, and no call is reported that was not made."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from tests.patched import patched
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.special_tokens import IDS
 from tests.unit.requests.test_gemma_tool_parser import call
+from vllm_dllm.compat.parsers import show_prompts_to_parsers
 from vllm_dllm.requests.gemma_reasoning_parser import GemmaReasoningParser
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 
@@ -53,10 +57,21 @@ def request(**options: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(**{**asked, **options})
 
 
-def parser_class(*, reasons: bool) -> Any:
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What only a server replaces."""
+    name = "vllm.entrypoints.launchers.launcher"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with patched("parser.parser_manager:ParserManager.get_parser"):
+        show_prompts_to_parsers()
+        yield
+
+
+def parser_class(*, reasons: bool, calls: bool = True) -> Any:
     ToolParserManager.register_module("gemma4_strict", True, GemmaToolParser)
     ReasoningParserManager.register_module("gemma4", True, GemmaReasoningParser)
-    return ParserManager.get_parser("gemma4_strict", "gemma4" if reasons else None, True)
+    names = "gemma4_strict" if calls else None, "gemma4" if reasons else None
+    return ParserManager.get_parser(*names, True)
 
 
 def pieces(
@@ -83,15 +98,24 @@ def pieces(
     return found, detokenizer.output_text
 
 
-def whole(parser: Any, text: str, asked: Any) -> Seen:
+PROMPT = (2,)
+
+
+def whole(parser: Any, text: str, asked: Any, prompt: Sequence[int] = PROMPT) -> Seen:
+    parser.set_prompt_token_ids(prompt)
     reasoning, content, calls = parser.parse(text, asked, enable_auto_tools=True)
     return Seen(reasoning or "", content or "", [(c.name, c.arguments) for c in calls or ()])
 
 
-def streamed(parser: Any, found: list[tuple[str, list[int]]], asked: Any) -> Seen:
+def streamed(
+    parser: Any,
+    found: list[tuple[str, list[int]]],
+    asked: Any,
+    prompt: Sequence[int] = PROMPT,
+) -> Seen:
     seen = Seen()
     for i, (text, ids) in enumerate(found):
-        delta = parser.parse_delta(text, ids, asked, [2], finished=i + 1 == len(found))
+        delta = parser.parse_delta(text, ids, asked, [*prompt], finished=i + 1 == len(found))
         if delta is None:
             continue
         seen.reasoning += delta.reasoning or ""
@@ -154,6 +178,44 @@ def test_every_cut(tokenizer: Any, name: str, reasons: bool) -> None:
                 tried += 1
     assert tried >= 200
     print(f"{name}: {tried} cuts")
+
+
+TURN = "<|turn>model\n"
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["calls", "no calls"])
+@pytest.mark.parametrize("thinks", [True, False], ids=["thinks", "is not asked to think"])
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        (TURN, "<|channel>thought\nHm x.<channel|>so", Seen("Hm x.", "so")),
+        (TURN, "so<channel|> it", Seen("", "so it")),
+        (TURN, "a<image|><|tool_response>b", Seen("", "ab")),
+        (f"{TURN}<|channel>thought\n", "Hm x.<channel|>so", Seen("Hm x.", "so")),
+        (f"{TURN}<|channel>thought\n", "Hm x.", Seen("Hm x.", "")),
+        (f"{TURN}<|channel>thought\n", "Hm<image|> x.", Seen("Hm x.", "")),
+        (f"{TURN}<|channel>thought\n<channel|>", "so", Seen("", "so")),
+        (
+            f"{TURN}<|channel>thought\n<channel|>",
+            "<|channel>thought\nHm x.<channel|>so",
+            Seen("Hm x.", "so"),
+        ),
+    ],
+)
+def test_what_the_prompt_has_begun(
+    tokenizer: Any, prompt: str, answer: str, expected: Seen, thinks: bool, calls: bool
+) -> None:
+    """Templates of Gemma 4 begin the reasoning after a tool's response, and end it at once where a
+    request asks for none."""
+    options = {"chat_template_kwargs": {"enable_thinking": True}} if thinks else {}
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    tokens = tokenizer.encode(answer, add_special_tokens=False)
+    asked = request(**({} if calls else {"tools": None}))
+    parsers = parser_class(reasons=True, calls=calls)
+    for size in (1, 3, len(tokens)):
+        found, output = pieces(tokenizer, tokens, [size] * len(tokens), [], [])
+        assert whole(parsers(tokenizer, TOOLS, **options), output, asked, before) == expected
+        assert streamed(parsers(tokenizer, TOOLS, **options), found, asked, before) == expected
 
 
 def test_a_tokenizer_without_the_tokens() -> None:
