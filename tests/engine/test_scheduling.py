@@ -9,7 +9,7 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine, preemptions
+from tests.engine.conftest import TRAINED, Engine, preemptions
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
@@ -167,3 +167,43 @@ def test_asynchronous_scheduling(
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, CanvasAsyncScheduler)
     assert_undisturbed(answers_of(served), undisturbed)
+
+
+def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
+    engine: Callable[..., Engine], asynchronous: None
+) -> None:
+    """The answers of one request have a prompt in common. One loses its place in a step that has
+    already got the next part of that prompt."""
+    served = engine(
+        TRAINED,
+        settings=FITTED,
+        scheduling_policy="priority",
+        async_scheduling=True,
+        long_prefill_token_threshold=64,
+        max_model_len=160,
+        block_size=32,
+        num_gpu_blocks_override=24,
+        disable_log_stats=False,
+    )
+    core = served.llm.llm_engine
+    prompt, other = random_ids(140, VOCABULARY, 0), random_ids(100, VOCABULARY, 1)
+    steps = {"diffusion_max_steps": 4}
+    params = SamplingParams(n=2, seed=0, max_tokens=5, logprobs=3, extra_args=steps)
+    long = SamplingParams(seed=1, max_tokens=40, extra_args=steps)
+
+    def scores(name: str) -> list[float]:
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.request_id == name and output.finished:
+                    rows = [row for answer in output.outputs for row in answer.logprobs or ()]
+        return [entry.logprob for row in rows for entry in row.values()]
+
+    alone, before = scores("alone"), preemptions(served)
+    assert served.llm.reset_prefix_cache()
+    core.add_request("other", {"prompt_token_ids": other}, long)
+    for _ in range(3):
+        core.step()
+    found = scores("in company")
+    assert preemptions(served) > before
+    assert found == pytest.approx(alone, rel=0, abs=tolerances.LOGPROB_OF_LAST_STEP)

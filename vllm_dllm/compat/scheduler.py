@@ -133,6 +133,16 @@ class SchedulerHooks(Scheduler):
         super()._update_after_schedule(scheduler_output)
         self.output_counted(scheduler_output)
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempts `request` as vLLM does. First takes what nobody has computed out of the prefix
+        cache: vLLM enters a step's blocks when it plans them, and with priorities a request may
+        lose its place in a step that is being planned. vLLM 0.33 leaves them there, too."""
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            blocks = manager.req_to_blocks.get(request.request_id, ())
+            planned = blocks[request.num_computed_tokens // manager.block_size :]
+            manager.block_pool.evict_blocks({block.block_id for block in planned})
+        super()._preempt_request(request, *args, **kwargs)
+
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
