@@ -130,6 +130,15 @@ def test_a_default_of_more_blocks_in_flight_than_there_are() -> None:
         ).create_engine_config()
 
 
+def test_cpus_read_a_cache_of_the_model_s_type(configure: Configure, masked: Configure) -> None:
+    """Models that vLLM's own kernels compute may have another."""
+    two_blocks = {"vllm_dllm": {"blocks_in_flight": 2}}
+    for ours, options in ((configure, {}), (masked, {"additional_config": two_blocks})):
+        with pytest.raises(ValueError, match="kv_cache_dtype must be auto on a CPU, got 'fp8'"):
+            ours(kv_cache_dtype="fp8", **options)
+    assert masked(kv_cache_dtype="fp8").cache_config.cache_dtype == "fp8"
+
+
 def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
     with pytest.raises(ValueError, match="blocks_in_flight must be 1 for this model, got 2"):
         configure(additional_config={"vllm_dllm": {"blocks_in_flight": 2}})

@@ -12,6 +12,7 @@ from vllm.model_executor.models.config import (
     VerifyAndUpdateConfig,
 )
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.compat.ending import limit_interrupted_start
@@ -51,6 +52,8 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
         checks.check_pipeline(vllm_config)
+        if current_platform.is_cpu():
+            set_cpu_cache_type(vllm_config)  # before what it reads is converted
         modelopt.adapt_modelopt_config(vllm_config.model_config)
         scheduler_config = vllm_config.scheduler_config
         max_num_seqs = scheduler_config.max_num_seqs
@@ -128,6 +131,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
                 "leave in the cache is not final. Leave it out."
             )
         if current_platform.is_cpu():
+            set_cpu_cache_type(vllm_config)
             choose_forward(vllm_config)
         else:
             set_attention_backend(vllm_config)
@@ -234,3 +238,19 @@ def choose_forward(vllm_config: VllmConfig) -> None:
     from vllm_dllm.cpu import compilation
 
     compilation.choose_compilation(vllm_config)
+
+
+def set_cpu_cache_type(vllm_config: VllmConfig) -> None:
+    """Gives the KV cache of a CPU, in `vllm_config`, in place, the model's type if the checkpoint
+    asks for another that our attention cannot read. Raises ValueError if the user asks for it."""
+    masked, cache_config = MaskedConfig.if_masked(vllm_config), vllm_config.cache_config
+    dtype = cache_config.cache_dtype
+    if dtype == "auto" or (masked is not None and not masked.verifies_copies):
+        return
+    if dtype != resolve_kv_cache_dtype_string("auto", vllm_config.model_config):
+        raise ValueError(
+            f"kv_cache_dtype must be auto on a CPU, got {dtype!r}: the reference window rule and "
+            f"verified drafts read a cache of the model's type. Leave out --kv-cache-dtype."
+        )
+    logger.info_once("The KV cache has the model's type: on CPUs it is not quantised.")
+    cache_config.cache_dtype = "auto"

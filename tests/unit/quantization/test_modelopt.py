@@ -1,6 +1,8 @@
 """ModelOpt's checkpoints, as vLLM's own methods and as compressed-tensors' read them. A
 checkpoint that lacks a tensor is refused, and one that shares it is not."""
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.models.utils import WeightsMapper
 
 from checkpoints.recipes.modelopt import EXCLUDED, convert
 from tests.paths import CHECKPOINTS
 from tests.unit.tools.quantize.quantized_files import files
+from vllm_dllm import plugin
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.complete_weights import CompleteWeights
@@ -55,6 +59,23 @@ def test_read_as_compressed_tensors_wrote_it() -> None:
         else:
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"kv_cache_quant_algo": "FP8"},
+        {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+    ],
+)
+def test_cpus_do_not_quantise_its_cache(cache: dict[str, Any], tmp_path: Path) -> None:
+    plugin.register()
+    folder = shutil.copytree(SHIPPED, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= cache
+    (folder / "config.json").write_text(json.dumps(config))
+    served = EngineArgs(str(folder), enforce_eager=True).create_engine_config()
+    assert served.cache_config.cache_dtype == "auto"
 
 
 @pytest.mark.parametrize("separator", ["_", "."])

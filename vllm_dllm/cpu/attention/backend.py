@@ -54,7 +54,7 @@ class CpuCanvasMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         if self.window_size > 0 or (masked is not None and masked.verifies_copies):
             if self.isa == "amx":  # its cache is laid out for tiles
                 set_kernel_isa(self, "vec", layer_names)
-            canvases.check_cache_layout(self.isa, self.dtype, self.kv_cache_dtype, self.block_size)
+            canvases.check_cache_layout(self.isa, self.dtype, self.block_size)
 
     def build(
         self,

@@ -231,29 +231,27 @@ def _gather_blocks(
     )
 
 
-def check_cache_layout(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int) -> None:
+def check_cache_layout(isa: str, dtype: torch.dtype, block_size: int) -> None:
     """Checks that `_gather_blocks` can read this processor's KV cache: writes one block as vLLM
     does and reads it back. `isa`: the kernels in use, "vec" or "amx".
 
     Raises:
-        ValueError: these kernels have another cache layout, or `kv_cache_dtype` is not "auto".
+        ValueError: these kernels have another cache layout.
     """
     Hkv, D = 2, 64
-    if kv_cache_dtype == "auto":
-        cache = torch.zeros(1, Hkv, block_size, 2 * D, dtype=dtype)
-        halves = cache.view(1, Hkv, 2 * block_size, D).chunk(2, dim=2)
-        keys = torch.arange(block_size * Hkv * D).view(block_size, Hkv, D).remainder(251).to(dtype)
-        slots = torch.arange(block_size)
-        write_cpu_kv_cache(
-            keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-        )
-        first = torch.zeros(1, 1, dtype=torch.int64)
-        read_keys, read_values = _gather_blocks(cache, first, slice(0, block_size))
-        has_values = torch.equal(read_values[0].transpose(0, 1), -keys)
-        if has_values and torch.equal(read_keys[0].permute(2, 0, 1), keys):
-            return
-    raise ValueError(
-        f"The reference window rule and verified drafts on CPUs need a KV cache with transposed "
-        f"keys per block, which kv_cache_dtype={kv_cache_dtype!r} with the {isa!r} kernels does "
-        f"not have. Serve with --kv-cache-dtype auto."
+    cache = torch.zeros(1, Hkv, block_size, 2 * D, dtype=dtype)
+    halves = cache.view(1, Hkv, 2 * block_size, D).chunk(2, dim=2)
+    keys = torch.arange(block_size * Hkv * D).view(block_size, Hkv, D).remainder(251).to(dtype)
+    slots = torch.arange(block_size)
+    write_cpu_kv_cache(
+        keys, -keys, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
     )
+    first = torch.zeros(1, 1, dtype=torch.int64)
+    read_keys, read_values = _gather_blocks(cache, first, slice(0, block_size))
+    has_values = torch.equal(read_values[0].transpose(0, 1), -keys)
+    if not (has_values and torch.equal(read_keys[0].permute(2, 0, 1), keys)):
+        raise ValueError(
+            f"The reference window rule and verified drafts on CPUs need a KV cache with "
+            f"transposed keys per block, which the {isa!r} kernels do not have. Report this error, "
+            f"with the output of `lscpu`."
+        )

@@ -18,8 +18,8 @@ from tests.unit.attention_kernels.test_triton import MIXES as TRITON_MIXES
 from tests.unit.attention_kernels.test_triton import WINDOWS, seen_by_definition
 from vllm_dllm.attention import WindowRules
 from vllm_dllm.config.masked import MaskedConfig
+from vllm_dllm.cpu.attention import canvases
 from vllm_dllm.cpu.attention.backend import CpuCanvasBackend
-from vllm_dllm.cpu.attention.canvases import check_cache_layout
 
 pytestmark = pytest.mark.numerics
 
@@ -168,7 +168,10 @@ def test_it_also_serves_verified_blocks(attend: Attend, monkeypatch: pytest.Monk
     test_numbers(attend, "bf16", "verified", -1, None)
 
 
-def test_layout_check_accepts_this_machine_and_names_what_it_refuses() -> None:
-    check_cache_layout("vec", torch.float32, "auto", 32)
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8'"):
-        check_cache_layout("vec", torch.float32, "fp8", 32)
+def test_layout_check_accepts_this_machine_and_refuses_other_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    canvases.check_cache_layout("vec", torch.float32, 32)
+    monkeypatch.setattr(canvases, "write_cpu_kv_cache", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="which the 'other' kernels do not have"):
+        canvases.check_cache_layout("other", torch.float32, 32)
