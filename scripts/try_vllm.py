@@ -57,7 +57,8 @@ def make_environment(environment: Path, version: str) -> None:
     mended = [f"Version: {version}+cpu" if line.startswith("Version:") else line for line in said]
     metadata.write_text("\n".join(mended))
     metadata.parent.rename(packages / f"vllm-{version}+cpu.dist-info")
-    (packages / "installed.pth").write_text(f"{INSTALLED}\n")
+    # `addsitedir` reads the .pth files there, too.
+    (packages / "installed.pth").write_text(f"import site; site.addsitedir({str(INSTALLED)!r})\n")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ if on_cpu:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm_dllm.config.workers import CPU_WORKER
     from vllm_dllm.cpu import cores, fork_server, forks, install
+    from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton
     from vllm_dllm.cpu.quantization import layers
     from vllm_dllm.cpu.worker import TritonFreeCPUWorker
 
@@ -109,6 +110,7 @@ if on_cpu:
     worker.vllm_config = SimpleNamespace(additional_config=None)
     worker.init_device()
     CPUWorker.init_device = stock
+    allow_v2_worker_without_triton()
 else:
     from vllm_dllm.drafters.worker import DraftWorker
     from vllm_dllm.step.runner.worker import CanvasWorker
@@ -137,7 +139,7 @@ for place, value in names().items():
     if isinstance(value, tuple) and isinstance(was, tuple) and was == value:
         continue
     plain = (bool, str, bytes, set, list, dict, type(None), types.ModuleType)
-    if isinstance(value, plain) and not is_ours(value) and value != 7:
+    if isinstance(value, plain) and not is_ours(value) and value != 7 and "HAS_TRITON" not in place:
         continue
     changed.add(place.partition("[]")[0] + ("[]" if "[]" in place else ""))
 new = sys.modules.keys() - of_the_installation

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, ParallelConfig
 from vllm.utils import cpu_resource_utils
 from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -35,7 +35,7 @@ def config(**cache: Any) -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
         model_config=SimpleNamespace(max_model_len=LENGTH, original_max_model_len=None),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=ParallelConfig(),
         cache_config=CacheConfig(**cache),
         max_in_flight_tokens=IN_FLIGHT,
     )
