@@ -69,7 +69,7 @@ test: setup ## try every feature once (ten minutes)
 	$(BIN)/pytest -m "not extended" $(BESIDE)
 
 test-all: SHORT := 1
-test-all: test-whole gpu-dry-run test-numerics ## and what takes longer (half an hour)
+test-all: test-whole gpu-dry-run test-vllm test-numerics ## and what takes longer (half an hour)
 
 # At once, not what `make test` tries and then the rest: tests of one file share engines.
 test-whole: setup
@@ -121,11 +121,12 @@ $(RAY_ENV)/.ready: $(READY)
 test-numerics: setup ## run the numeric tests as other processors compute (SHORT=1: some)
 	$(BIN)/python scripts/numerics.py $(if $(SHORT),--short)
 
-# An environment of its own: 340 MB to download, deleted afterwards.
+# What a GPU's pip installs is newer than the newest vLLM for CPUs. An environment of its own: 340 MB
+# to download, deleted afterwards.
 VLLM ?= 0.33.0
 TESTS ?= tests/unit/compat tests/unit/cpu tests/engine/test_one_step.py tests/engine/test_scheduling.py
 test-vllm: setup ## check another vLLM and run tests with it (VLLM=0.33.0 TESTS=tests/engine)
-	$(BIN)/python scripts/try_vllm.py $(VLLM) $(TESTS)
+	$(BIN)/python scripts/try_vllm.py $(VLLM) $(TESTS) $(BESIDE)
 
 lint: setup ## ruff, import-linter, bandit, mypy, and what they cannot know
 	$(BIN)/ruff check
