@@ -207,3 +207,31 @@ def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
     found = scores("in company")
     assert preemptions(served) > before
     assert found == pytest.approx(alone, rel=0, abs=tolerances.LOGPROB_OF_LAST_STEP)
+
+
+def test_answers_of_one_request_do_not_preempt_each_other_for_ever(
+    engine: Callable[..., Engine],
+) -> None:
+    """They have one priority and one time of arrival, and there is no room for all three."""
+    served = engine(
+        TRAINED,
+        settings=FITTED,
+        scheduling_policy="priority",
+        max_model_len=160,
+        block_size=32,
+        num_gpu_blocks_override=24,
+        disable_log_stats=False,
+    )
+    core, before = served.llm.llm_engine, preemptions(served)
+    eight_steps = {
+        "diffusion_max_steps": 8,
+        "diffusion_confidence_threshold": 1e-9,
+        "diffusion_stability_threshold": 8,
+    }
+    params = SamplingParams(n=3, max_tokens=60, ignore_eos=True, extra_args=eight_steps)
+    core.add_request("three", {"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
+    for _ in range(200):
+        core.step()
+    unfinished = core.has_unfinished_requests()
+    core.abort_request(["three"])
+    assert not unfinished and preemptions(served) > before

@@ -1,5 +1,6 @@
 """vLLM's scheduler, with some of its steps open to subclasses."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ class SchedulerHooks(Scheduler):
     """vLLM's scheduler with hooks, which subclasses override. Here they change nothing."""
 
     _worker_masks = True  # the worker gets grammar bitmasks
+    _last_arrival = 0.0  # seconds since the epoch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,6 +29,14 @@ class SchedulerHooks(Scheduler):
             self.kv_cache_manager,  # type: ignore[has-type]
             self.prefill_end,
         )
+
+    def add_request(self, request: Request) -> None:
+        """Adds `request` as one that arrived later than all before it. With priorities vLLM
+        preempts the latest, and the first of several that came at once, as the answers of one
+        request do (`n`). They would preempt each other for ever: a preempted canvas begins anew."""
+        self._last_arrival = max(request.arrival_time, math.nextafter(self._last_arrival, math.inf))
+        request.arrival_time = self._last_arrival
+        super().add_request(request)
 
     def set_block_check(self, make_check: Callable[[Any], Any]) -> None:
         """Has emitted blocks checked by `make_check(manager)`, in place of vLLM's
