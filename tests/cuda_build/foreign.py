@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.cuda_build.device import GpuDevice
 from tests.gpu_dry_run import fake_cuda
+from vllm_dllm.compat import version
 
 fake_cuda.STAND_INS.add(__file__)
 
@@ -21,6 +22,10 @@ def replace(device: GpuDevice) -> None:
     from vllm.utils import mem_utils
 
     _everywhere(ll_bf16.ll_bf16_gemm, _gemm)
+    if version.is_at_least("0.33"):
+        from vllm.model_executor.kernels.linear.cute_dsl import ll_fp32w
+
+        ll_fp32w.LLFp32WGemm.__call__ = _fp32_gemm  # which it warms up, too
     _everywhere(mem_utils.get_max_shared_memory_bytes, _shared_memory)
     if "FLASH_ATTENTION_ARCH" in os.environ:
         _compile_fa4_later(device)
@@ -74,6 +79,15 @@ def _compile_fa4(device: GpuDevice) -> None:
 
 def _gemm(states: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.mm(states, weight.t())
+
+
+def _fp32_gemm(
+    kernel: Any,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    output_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    return torch.mm(states.float(), weight.t()).to(output_dtype)
 
 
 def _shared_memory(gpu: int = 0) -> int:
