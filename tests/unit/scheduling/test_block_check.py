@@ -26,6 +26,7 @@ def test_no_step_waits_for_tokens_that_a_grammar_needs(
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     scheduler: Any = object.__new__(scheduler_cls)
     scheduler.running, scheduler.waiting, scheduler.current_step = [], [], 0
+    scheduler.lora_config = None
     scheduler.fair_share = FairShare(2, 4)
     scheduler.structured_output_manager = "vLLM's"
     scheduler.set_block_check(lambda manager: f"ours, of {manager}")
