@@ -90,6 +90,7 @@ gpu-dry-run: setup ## find what a GPU's host would wait for, on CUDA tensors tha
 
 # vLLM's CUDA build, which a machine without a GPU takes too: 9 GB, ten minutes to install. By
 # default the newest, as `pip install 'vllm-dllm[cuda]'` does; of 0.32: vllm==0.32.0 torch===2.13.0.
+# To change it, delete build/cuda-venv.
 # The third "=" leaves out builds of torch for CPUs, where pip would prefer one.
 CUDA_VLLM ?= vllm==0.33.0 torch===2.14.0
 CUDA_ENV := build/cuda-venv

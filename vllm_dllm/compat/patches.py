@@ -123,7 +123,7 @@ SERVER = (
     ),
     Patch(
         "parser.parser_manager:ParserManager.get_parser",
-        "the same split into reasoning and content, streamed or not, whatever the prompt has begun",
+        "reasoning and content that are told apart in one way, streamed or not",
         "the prompt, to every reasoning parser",
         "cls tool_parser_name reasoning_parser_name enable_auto_tools model_name is_harmony "
         "tool_strict_level tokenizer",

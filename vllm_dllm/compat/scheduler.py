@@ -17,7 +17,8 @@ from vllm_dllm.compat.patching import wrap
 
 
 class SchedulerHooks(Scheduler):
-    """vLLM's scheduler with hooks, which subclasses override. Here they change nothing."""
+    """vLLM's scheduler with hooks, which subclasses override and which change nothing here. It also
+    mends what vLLM gets wrong with priorities and with LoRA adapters."""
 
     _worker_masks = True  # the worker gets grammar bitmasks
     _last_arrival = 0.0  # seconds since the epoch

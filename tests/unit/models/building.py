@@ -3,11 +3,13 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as ServedModel
@@ -36,7 +38,9 @@ def build_any(
         skip_tokenizer_init=not images,
         load_format="dummy" if device == "meta" else "auto",  # there are no weights to be read
     ).create_engine_config()
-    with set_current_vllm_config(config), torch.device(device):
+    # vLLM shares rotations of equal settings, also those on the meta device.
+    own_rotations = patch.dict(rotary_embedding._ROPE_DICT, clear=True)
+    with set_current_vllm_config(config), torch.device(device), own_rotations:
         model = initialize_model(config)
     return model, config
 

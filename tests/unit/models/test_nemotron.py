@@ -15,7 +15,6 @@ from transformers.models.ministral3.modeling_ministral3 import (
     get_llama_4_attn_scale,
 )
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers import rotary_embedding
 
 from tests import tolerances
 from tests.engine.llada2 import Gate
@@ -25,12 +24,6 @@ from vllm_dllm import plugin
 from vllm_dllm.models.llada2 import BlockRouting
 
 NEMOTRON = [size for size in SIZES if "Nemotron" in size]
-
-
-@pytest.fixture(autouse=True)
-def own_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM shares those of equal settings, also where one model is on the meta device."""
-    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
 
 def native(config: dict[str, Any]) -> Ministral3Config:
