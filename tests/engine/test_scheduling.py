@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from vllm import RequestOutput, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests import tolerances
 from tests.engine.conftest import TRAINED, Engine, preemptions
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
+from vllm_dllm.compat.scheduler import SchedulerHooks
 from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 
 pytestmark = pytest.mark.numerics
@@ -170,10 +172,13 @@ def test_asynchronous_scheduling(
 
 
 def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
-    engine: Callable[..., Engine], asynchronous: None
+    engine: Callable[..., Engine], asynchronous: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answers of one request have a prompt in common. One loses its place in a step that has
-    already got the next part of that prompt."""
+    already got the next part of that prompt. Requests start and are preempted in vLLM's order
+    here, in which three are enough."""
+    monkeypatch.setattr(SchedulerHooks, "leave_room_beside_prompts", lambda *_: None)
+    monkeypatch.setattr(SchedulerHooks, "add_request", Scheduler.add_request)
     served = engine(
         TRAINED,
         settings=FITTED,
@@ -235,3 +240,29 @@ def test_answers_of_one_request_do_not_preempt_each_other_for_ever(
     unfinished = core.has_unfinished_requests()
     core.abort_request(["three"])
     assert not unfinished and preemptions(served) > before
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_starts_when_its_canvas_has_room_too(
+    engine: Callable[..., Engine], asynchronous: None, ahead: bool
+) -> None:
+    """Else it starts as soon as its prompt fits, loses its place to the first canvas, and starts
+    again, a step later."""
+    served = engine(
+        TRAINED,
+        settings=FITTED,
+        async_scheduling=ahead,
+        max_model_len=160,
+        block_size=32,
+        num_gpu_blocks_override=24,
+        disable_log_stats=False,
+    )
+    before = preemptions(served)
+    forty_steps = {
+        "diffusion_max_steps": 40,
+        "diffusion_confidence_threshold": 1e-9,
+        "diffusion_stability_threshold": 40,
+    }
+    params = SamplingParams(n=3, seed=0, max_tokens=60, ignore_eos=True, extra_args=forty_steps)
+    served.llm.generate({"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
+    assert preemptions(served) - before <= 3

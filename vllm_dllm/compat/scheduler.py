@@ -39,6 +39,17 @@ class SchedulerHooks(Scheduler):
         request.arrival_time = self._last_arrival
         super().add_request(request)
 
+    def leave_room_beside_prompts(self, canvas_length: int) -> None:
+        """Has a waiting request start beside others only if its canvas has room in the KV cache,
+        too, and under asynchronous scheduling, which plans a step ahead, the canvas behind it. vLLM
+        asks for room for the prompt, or for more if the user sets a watermark: a request that has
+        just started would be preempted for want of room for its canvas, again and again."""
+        num_tokens = canvas_length * (2 if self.scheduler_config.async_scheduling else 1)
+        manager = self.kv_cache_manager._manager
+        sizes = [each.block_size for each in manager.coordinator.single_type_managers]
+        needed = sum(math.ceil(num_tokens / size) for size in sizes)
+        manager.watermark_blocks = max(manager.watermark_blocks, needed)
+
     def set_block_check(self, make_check: Callable[[Any], Any]) -> None:
         """Has emitted blocks checked by `make_check(manager)`, in place of vLLM's
         `StructuredOutputManager`. From now on the worker gets no grammar bitmasks."""

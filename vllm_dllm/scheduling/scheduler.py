@@ -46,6 +46,7 @@ class CanvasScheduling(CountedScheduling):
         """Raises ValueError if the server's settings do not suit the model's canvases."""
         super().__init__(*args, **kwargs)
         self.set_block_check(BlockCheck)
+        self.leave_room_beside_prompts(self.num_spec_tokens)
         self.spares_last_commit = spares_last_commit(self.vllm_config)
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config)
         self.family = canvas_family(self.vllm_config, self.num_spec_tokens)
