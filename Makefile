@@ -48,7 +48,7 @@ $(error There is no folder '$(CHECKPOINT)'. CHECKPOINT=FOLDER names one, such as
 endif
 
 # With what lets clients watch canvases, and the page /canvas (docs/canvases.md).
-serve: export VLLM_PLUGINS := vllm_dllm,vllm_dllm_canvas
+serve: export VLLM_PLUGINS := vllm_dllm_canvas
 ifndef V
 serve: export VLLM_LOGGING_CONFIG_PATH := $(CURDIR)/scripts/quiet_log.json
 serve: export PYTHONWARNINGS ?= ignore::FutureWarning

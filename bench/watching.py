@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from bench import harness
 from bench.clients import PATIENCE_S, serving
-from vllm_dllm.config.canvas_feeds import PLUGINS_VARIABLE, WATCHING_PLUGINS
+from vllm_dllm.config.canvas_feeds import PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.requests.options import STREAM_CANVASES
 from vllm_dllm.tools.scrape import Change, scrape_canvases
 from vllm_dllm.tools.server_process import HOST, Server
@@ -121,7 +121,7 @@ def started(model: Path, environment: Mapping[str, str]) -> Iterator[list[Server
     with ExitStack() as stack:
         servers = [
             stack.enter_context(serving(model, environment=settings))
-            for settings in (environment, {**environment, PLUGINS_VARIABLE: WATCHING_PLUGINS})
+            for settings in (environment, {**environment, PLUGINS_VARIABLE: PLUGIN})
         ]
         check(servers, model)
         for server in servers:

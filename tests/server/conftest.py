@@ -34,7 +34,7 @@ SHORT_CANVASES = ("--diffusion-config", json.dumps({"canvas_length": CANVAS}))
 # Compiling takes longer than most files of tests.
 UNCOMPILED = (*SHORT_CANVASES, "--enforce-eager")
 
-WATCHED = {"VLLM_PLUGINS": "vllm_dllm,vllm_dllm_canvas"}
+WATCHED = {"VLLM_PLUGINS": "vllm_dllm_canvas"}
 """The environment of a server whose canvases can be watched."""
 
 KEY = "none"

@@ -13,6 +13,7 @@ from vllm import ModelRegistry
 
 from tests.processes import run
 from vllm_dllm import plugin
+from vllm_dllm.startup import installation
 
 IN_A_FRESH_PROCESS = """
 import logging
@@ -42,15 +43,19 @@ def register_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], N
     plugin.register()
 
 
-def test_entry_point() -> None:
-    (entry_point,) = entry_points(group="vllm.general_plugins", name="vllm_dllm")
+@pytest.mark.parametrize("name", ["vllm_dllm", "vllm_dllm_canvas"])
+def test_one_name_loads_all(name: str) -> None:
+    """vLLM loads no plugins that VLLM_PLUGINS does not name, and a CPU's vLLM needs both."""
+    (entry_point,) = entry_points(group="vllm.general_plugins", name=name)
     assert entry_point.load() is plugin.register
+    (entry_point,) = entry_points(group="vllm.platform_plugins", name=name)
+    assert entry_point.load() is installation.check
 
 
 @pytest.mark.slow
 def test_vllm_loads_it_and_shows_its_log() -> None:
     """vLLM swallows errors of plugins and would go on without us."""
-    env = {**os.environ, "VLLM_PLUGINS": "vllm_dllm", "VLLM_LOGGING_LEVEL": "INFO"}
+    env = {**os.environ, "VLLM_PLUGINS": "vllm_dllm_canvas", "VLLM_LOGGING_LEVEL": "INFO"}
     done = run(sys.executable, "-c", IN_A_FRESH_PROCESS, env=env)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output

@@ -1,5 +1,5 @@
 """Adds the routes of canvases to vLLM's API server. vLLM loads this file through the entry point
-`vllm.endpoint_plugins` if the environment names it: `VLLM_PLUGINS=vllm_dllm,vllm_dllm_canvas`."""
+`vllm.endpoint_plugins` if the environment names it: `VLLM_PLUGINS=vllm_dllm_canvas`."""
 
 import functools
 from argparse import Namespace

@@ -17,9 +17,8 @@ from pathlib import Path
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """Environment variable with the names of the plugins that vLLM loads, separated by commas."""
 PLUGIN = "vllm_dllm_canvas"
-"""The entry point that serves canvases. vLLM loads it only if `PLUGINS_VARIABLE` names it."""
-WATCHING_PLUGINS = f"vllm_dllm,{PLUGIN}"
-"""The plugins of a server that shows canvases, as `PLUGINS_VARIABLE` names them."""
+"""The name under which this package's entry points serve canvases as well. vLLM loads the endpoint
+among them only if `PLUGINS_VARIABLE` names it."""
 FOLDER = "DLLM_CANVAS_FOLDER"
 """Environment variable with the folder of sockets, set by a server's first process. Its name does
 not begin with VLLM, because vLLM warns of unknown variables that do."""

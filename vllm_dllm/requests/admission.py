@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import KEYS_OF_VLLM
 from vllm_dllm.config.architectures import Family, family_of
-from vllm_dllm.config.canvas_feeds import FEED, PLUGINS_VARIABLE, WATCHING_PLUGINS
+from vllm_dllm.config.canvas_feeds import FEED, PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.requests.limits import (
@@ -230,7 +230,7 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
     if options.stream_canvases:
         raise ValueError(
             f"{STREAM_CANVASES} is for streams of /v1/completions and /v1/chat/completions, on "
-            f"a server that was started with {PLUGINS_VARIABLE}={WATCHING_PLUGINS} in its "
+            f"a server that was started with {PLUGINS_VARIABLE}={PLUGIN} in its "
             f"environment. Leave it out elsewhere."
         )
     if isinstance(options.prediction, str) and tokenizer is None:

@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pins alone": ({"pinned": [0]}, "needs a diffusion_seed_canvas"),
     "a pin outside": ({"seed_canvas": CANVAS, "pinned": [C]}, r"from 0 to 63, got \[64\]"),
     "no choices": ({"constrained": 1}, "needs logprob_token_ids"),
-    "watching": ({"stream_canvases": 1}, "is for streams of .* VLLM_PLUGINS=vllm_dllm,vllm_dllm_"),
+    "watching": ({"stream_canvases": 1}, "is for streams of .* VLLM_PLUGINS=vllm_dllm_canvas"),
     "a prediction out of the vocabulary": ({"prediction": [3, V]}, r"got \[512\] in it"),
     "two first canvases": ({"seed_canvas": CANVAS, "prediction": "a"}, "both say what the first"),
     "half a schedule": ({"t_max": 0.5}, "come together, got None and 0.5"),

