@@ -138,7 +138,36 @@ CAPTURED: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_graphs_are_the_step(served: Engine, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_hidden_states_in_place(
+    model: Any, state: Any, step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Makes `model` do what a captured forward does: write its hidden states to one place. Steps
+    that are replayed see NaN anywhere else."""
+    place = torch.zeros(4 * CANVAS, model.config.hidden_size)
+    monkeypatch.setattr(state, "forward_output", lambda: place)
+    forward, prepare_attn = model.forward, state.prepare_attn
+
+    def captured_forward(**inputs: Any) -> torch.Tensor:
+        hidden = forward(**inputs)
+        if step.graphs is None or not step.graphs.can_replay(step.batch):
+            return hidden
+        place[: len(hidden)] = hidden
+        return torch.full_like(hidden, float("nan"))
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        made = prepare_attn(*args, **kwargs)
+        if step.graphs is not None:
+            step.graphs.forward_is_captured = True
+        return made
+
+    monkeypatch.setattr(model, "forward", captured_forward)
+    monkeypatch.setattr(state, "prepare_attn", prepare)
+
+
+@pytest.mark.parametrize("forward_is_captured", [False, True])
+def test_graphs_are_the_step(
+    served: Engine, steps: Steps, monkeypatch: pytest.MonkeyPatch, forward_is_captured: bool
+) -> None:
     """Whole answers of steps whose launches around the forward are replayed: requests come, leave
     and lie in other slots than those of the capture."""
     runner = served.llm.llm_engine.model_executor.driver_worker.model_runner
@@ -156,6 +185,8 @@ def test_graphs_are_the_step(served: Engine, steps: Steps, monkeypatch: pytest.M
     graphs = state.vllm_config.compilation_config
     monkeypatch.setattr(graphs, "max_cudagraph_capture_size", 4 * CANVAS)
     monkeypatch.setattr(model_state, "capture_graphs", capturing)
+    if forward_is_captured:
+        leave_hidden_states_in_place(runner.model, state, step, monkeypatch)
     with torch.inference_mode():
         state.capture_inner_cudagraphs(runner.input_buffers, None, None, None)
     replays: Counter[int] = Counter()

@@ -54,6 +54,14 @@ def refuse_vocabulary_adapters(runner: Any) -> None:
     runner.load_lora_model = load_lora_model
 
 
+def captured_forward_output(runner: Any) -> torch.Tensor | None:
+    """Returns where `runner`'s captured forwards (FULL) leave hidden states, [most rows, H]. None
+    if it has captured none."""
+    manager = runner.cudagraph_manager
+    output: torch.Tensor | None = None if manager is None else manager.hidden_states
+    return output
+
+
 def call_before_graphs(runner: Any, prepare: Callable[[], None]) -> None:
     """Makes `runner` call `prepare` before it captures graphs to see how much memory they take, by
     replacing its `profile_cudagraph_memory`. That is the first run of attention with a cache."""

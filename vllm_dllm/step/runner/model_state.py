@@ -4,7 +4,7 @@ A request's phase lives on the device (`SlotNumbers.is_committing`) and is chang
 step, so a step can be prepared while the previous one still runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,9 @@ class DiffusionModelState(ModelState):
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
     step_cls: type[CanvasStep] = UniformStep
     step: CanvasStep  # made with the sampler, whose request states it needs
+    forward_output: Callable[[], torch.Tensor | None] = staticmethod(lambda: None)
+    """Returns where the runner's captured forwards leave hidden states, [rows, H]. None: there are
+    no such forwards."""
     _graphs: "StepGraphs | None" = None  # none where vLLM captures no steps
     _image_rows: ImageRows | None = None  # none where the server takes no images
     # Of the step's images: [tokens, H] each, and their rows [T] bool on the host.
@@ -158,6 +161,7 @@ class DiffusionModelState(ModelState):
                 self.dtype,
                 self.device,
                 joins_commits=joins_commits(config),
+                forward_output=self.forward_output(),
             )
         with capture_graphs(config, self.device) as capture:  # into a pool of its own
             graphs.capture(
@@ -246,6 +250,8 @@ class DiffusionModelState(ModelState):
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens
         query_start_loc, query_start_loc_np = requests.query_start_loc, requests.query_start_loc_np
         seq_lens = requests.seq_lens
+        if self._graphs is not None:
+            self._graphs.forward_is_captured = cudagraph_mode == CUDAGraphMode.FULL
         self._write_flags(requests, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL:
             assert num_reqs == input_batch.num_reqs, "the scheduler joins nothing under full graphs"

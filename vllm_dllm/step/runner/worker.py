@@ -1,6 +1,7 @@
 """The worker of diffusion models on GPUs."""
 
 import time
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
@@ -13,7 +14,13 @@ from vllm_dllm.attention.ahead import Compiler, compile_ahead
 from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
-from vllm_dllm.compat.runner import attach_canvas_numbers, call_before_graphs, join_commits
+from vllm_dllm.compat.runner import (
+    attach_canvas_numbers,
+    call_before_graphs,
+    captured_forward_output,
+    join_commits,
+)
+from vllm_dllm.compat.step_inputs import reuse_step_inputs
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.step.runner.kernel_choice import choose_kernels
 
@@ -50,6 +57,9 @@ class CanvasWorker(Worker):
         if self._compiler is not None:
             call_before_graphs(self.model_runner, self._compiler.wait)
         restrict_prompt_logprobs(self.model_runner)
+        reuse_step_inputs(self.model_runner)
+        state = self.model_runner.model_state
+        state.forward_output = partial(captured_forward_output, self.model_runner)
 
     def determine_available_memory(self) -> int:
         """Returns the bytes that are free for the KV cache. Drops the step's graphs, which vLLM

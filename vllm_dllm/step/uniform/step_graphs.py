@@ -48,10 +48,18 @@ class StepGraphs:
         device: torch.device,
         *,
         joins_commits: bool,  # as `StepRequests.joins_commits` while they are replayed
+        forward_output: torch.Tensor | None,  # [rows, H], what a captured forward writes
     ) -> None:
         self.joins_commits = joins_commits
+        self.forward_is_captured = False
+        """Whether the step's forward is a captured one, and `forward_output` has its result."""
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)  # of the step's canvases
-        self._hidden = torch.zeros(most * canvas_length, hidden_size, dtype=dtype, device=device)
+        self._forward_output = forward_output
+        if forward_output is None:
+            forward_output = torch.zeros(
+                most * canvas_length, hidden_size, dtype=dtype, device=device
+            )
+        self._hidden = forward_output
         # The largest comes first: the others reuse its memory.
         self._batches = [
             CanvasBatch.of_whole_canvases(self._slots[:n], canvas_length)
@@ -91,9 +99,11 @@ class StepGraphs:
         hidden: torch.Tensor,  # [n * C, H]
     ) -> PlainSettled:
         """Replays the graph of what a step launches after its forward, and returns what became of
-        the canvases. Only `told` is a copy: the next replay overwrites `flags` and `counted`."""
+        the canvases. A captured forward has left `hidden` where the graph reads it. Only `told` is
+        a copy: the next replay overwrites `flags` and `counted`."""
         captured = self._load_slots(batch)
-        self._hidden[: len(hidden)].copy_(hidden)
+        if self._forward_output is None or not self.forward_is_captured:
+            self._hidden[: len(hidden)].copy_(hidden)
         captured.after.replay()
         # The next replay may come before these are on the host.
         return captured.settled._replace(told=captured.settled.told.clone())
