@@ -118,6 +118,32 @@ def test_no_step_has_more_adapters_than_fit(
     assert answers(slice(3)) == alone
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_adapter_that_is_loaded_anew(engine: GetEngine, tmp_path: Path, in_place: bool) -> None:
+    """Under its name, while requests run with the old one: each is answered by its own."""
+    path, _ = make(tmp_path, "SDAR", 4)
+    for i in range(2):
+        make_adapter(path / f"ad{i}", path, LAYERS["SDAR"].split(), i, RANK)
+    old, new = (
+        LoRARequest("ad", 1 if in_place else i + 1, str(path / f"ad{i}"), load_inplace=in_place)
+        for i in range(2)
+    )
+    llm = engine(path, enable_lora=True, max_lora_rank=RANK, max_loras=2).llm
+    prompt = {"prompt_token_ids": random_ids(6, VOCABULARY, 0)}
+
+    def answers(*adapters: LoRARequest) -> list[list[int]]:
+        params = [params_of(RULES["static"], 24, 0)] * len(adapters)
+        outputs = llm.generate(
+            [prompt] * len(adapters), params, lora_request=list(adapters), use_tqdm=False
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    together = answers(old, new, old)  # first: vLLM's worker has loaded neither
+    (from_old,), (from_new,) = answers(old), answers(new)
+    assert from_old != from_new
+    assert together == [from_old, from_new, from_old]
+
+
 def rounding_decides(
     decode: Reference, prompt: list[int], max_tokens: int, theirs: Trajectory, parting: int
 ) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.masked_requests import GetMade
@@ -18,6 +19,7 @@ def ours(**settings: Any) -> dict[str, Any]:
 
 
 BAD_MASK = "mask_token_id in .*config.json must be"
+CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
 
 
@@ -28,6 +30,8 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
         (SDAR, {"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
         (SDAR, {"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
         (SDAR, NARROW, "must be at least the canvas length"),
+        (SDAR, {"kv_transfer_config": CONNECTOR}, "cannot be served with --kv-transfer-config"),
+        (SDAR, {"kv_offloading_size": 1.0}, "cannot be served with --kv-offloading-size"),
         (SDAR, ours(commit_last_block=True), "commit_last_block is not for masked models"),
         (SDAR, ours(defaults={"diffusion_t_min": 0.4}), "diffusion_t_min"),
         (FAST_DLLM, {"hf_overrides": {"mask_token_id": -1}}, BAD_MASK),

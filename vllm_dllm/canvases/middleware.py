@@ -128,7 +128,7 @@ class CanvasStreams:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on to vLLM, and adds its canvases to the answer if it asks for them.
         Answers itself with HTTP 400 if it asks for canvases that cannot be sent."""
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        path = scope.get("path", "").removeprefix(scope.get("root_path", "").rstrip("/"))
         if scope["type"] != "http" or scope["method"] != "POST" or path not in PREFIXES:
             return await self._app(scope, receive, send)
         source = self._source()

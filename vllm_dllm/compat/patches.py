@@ -101,7 +101,7 @@ SERVER = (
     Patch(
         "entrypoints.openai.chat_completion.serving:"
         "OpenAIServingChat.chat_completion_full_generator",
-        "`length` of an answer that was cut behind a call",
+        "`length` or `abort` of an answer that was cut behind a call",
         "vLLM 0.33 says so itself",
         "self request result_generator request_id model_name conversation tokenizer "
         "request_metadata parser mm_token_counts",

@@ -185,20 +185,21 @@ def lacking_adapters(
     running: Iterable[Request], waiting: Iterable[Request], most: int
 ) -> list[Request]:
     """Returns the `waiting` requests with which there would be more than `most` LoRA adapters, next
-    to those of `running` requests and of waiting ones before them."""
-
-    def adapter(request: Request) -> int | None:
-        return request.lora_request.lora_int_id if request.lora_request else None
-
-    used = {adapter(request) for request in running} - {None}
+    to those of `running` requests and of waiting ones before them. Also returns requests whose
+    adapter has the name of another of these. Such an adapter was loaded anew, and vLLM's worker,
+    which tells adapters apart by name, would load one of the two for the step."""
+    used: dict[str, tuple[int, str]] = {}  # name -> id and path
     lacking = []
-    for request in waiting:
-        if (needed := adapter(request)) is None or needed in used:
+    # Running requests share steps already.
+    for request, is_waiting in [(r, False) for r in running] + [(r, True) for r in waiting]:
+        if (lora := request.lora_request) is None:
             continue
-        if len(used) < most:
-            used.add(needed)
-        else:
+        adapter = (lora.lora_int_id, lora.lora_path)
+        fits = lora.lora_name in used or len(used) < most
+        if is_waiting and not (fits and used.get(lora.lora_name, adapter) == adapter):
             lacking.append(request)
+        else:
+            used[lora.lora_name] = adapter
     return lacking
 
 

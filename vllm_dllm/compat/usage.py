@@ -128,8 +128,8 @@ def count_results(
 def patch_usage() -> None:
     """Adds the counts to each `usage`, by patches of vLLM's chats and completions. Repeatable.
 
-    With vLLM before 0.33, also corrects `finish_reason` to `length` for an answer that was cut
-    behind a tool call, unless it is streamed.
+    With vLLM before 0.33, also corrects `finish_reason` to `length` or `abort` for an answer that
+    was cut behind a tool call, unless it is streamed.
     """
 
     @wrap("entrypoints.serve.engine.protocol:UsageInfo.__init__")
@@ -154,6 +154,6 @@ def patch_usage() -> None:
         response = await stock(*args, **kwargs)
         if (counter := _counter.get()) is not None:
             for choice in getattr(response, "choices", ()):  # an error has none
-                if counter.ends.get(choice.index) == "length":
-                    choice.finish_reason = "length"
+                if (end := counter.ends.get(choice.index)) in ("length", "abort"):
+                    choice.finish_reason = end
         return response

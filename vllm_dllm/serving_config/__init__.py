@@ -125,9 +125,12 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         if scheduler_config.async_scheduling is None:
             # Small blocks lose more to commits of their own than the host's time hides.
             scheduler_config.async_scheduling = False
-        if vllm_config.kv_transfer_config is not None:
+        # vLLM makes a connector of the size of an offloaded cache, but only after this.
+        offloads = vllm_config.cache_config.kv_offloading_size is not None
+        if offloads or vllm_config.kv_transfer_config is not None:
+            option = "--kv-offloading-size" if offloads else "--kv-transfer-config"
             raise ValueError(
-                "A masked model cannot be served with --kv-transfer-config yet: what its steps "
+                f"A masked model cannot be served with {option} yet: what its steps "
                 "leave in the cache is not final. Leave it out."
             )
         if current_platform.is_cpu():

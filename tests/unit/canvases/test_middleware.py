@@ -70,14 +70,18 @@ def piece(body: bytes, *, more: bool) -> dict[str, Any]:
 
 
 async def ask(
-    app: Any, body: bytes, path: str = "/v1/completions", *headers: tuple[bytes, bytes]
+    app: Any,
+    body: bytes,
+    path: str = "/v1/completions",
+    *headers: tuple[bytes, bytes],
+    root_path: str = "",
 ) -> tuple[int, bytes]:
     """The status and all of the body. The request comes in pieces."""
     scope = {
         "type": "http",
         "method": "POST",
         "path": path,
-        "root_path": "",
+        "root_path": root_path,
         "headers": [(b"content-length", b"%d" % len(body)), *headers],
     }
     pieces = [body[:5], body[5:]]
@@ -97,14 +101,14 @@ async def ask(
 
 
 async def watch(
-    folder: Path, engine: Engine, body: Any, *args: Any
+    folder: Path, engine: Engine, body: Any, *args: Any, **options: Any
 ) -> tuple[int, list[dict[str, Any]], bytes]:
     """The status, the canvas events and all that was sent."""
     hub = CanvasHub(folder)
     app = CanvasStreams(engine, lambda: (hub, lambda tokens: [f"<{t}>" for t in tokens]))
     try:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, answer = await ask(app, data, *args)
+        status, answer = await ask(app, data, *args, **options)
         assert not hub._feeds
     finally:
         await hub.close()
@@ -124,6 +128,16 @@ def test_a_watched_stream(folder: Path) -> None:
     extra = engine.body["vllm_xargs"]
     assert extra.keys() == {"diffusion_max_steps", FEED}
     assert engine.body | {"vllm_xargs": None} == BODY | {"vllm_xargs": None}
+
+
+@pytest.mark.parametrize(
+    ("root_path", "path"), [("/x", "/x"), ("/x", ""), ("/", ""), ("/x/", "/x")]
+)
+def test_below_a_root_path(folder: Path, root_path: str, path: str) -> None:
+    """Of `--root-path`; a proxy may have taken it off."""
+    asked = watch(folder, Engine(), BODY, f"{path}/v1/completions", root_path=root_path)
+    _, events, _ = asyncio.run(asked)
+    assert len(events) == 2
 
 
 def test_the_id_is_the_clients_own(folder: Path) -> None:
