@@ -69,7 +69,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], rows: dict[str
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("family", ["DiffusionGemma", "SDAR"])
+@pytest.mark.parametrize("family", ["DiffusionGemma", "SDAR", "Fast-dLLM", "Nemotron", "LLaDA2.2"])
 def test_every_step(
     engine: GetEngine, tiny: GetTiny, tmp_path: Path, family: str, ahead: bool
 ) -> None:

@@ -5,8 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from vllm_dllm.compat.patching import patch
+
+_MOST_COMPILED = 20  # of log-probabilities; vLLM's default limit
 
 
 def limit_prompt_logprob_rows(num_rows: int) -> None:
@@ -27,6 +30,22 @@ def restrict_prompt_logprobs(runner: Any) -> None:
     if runner.prompt_logprobs_worker is not None:
         tokens = runner.req_states.all_token_ids
         runner.prompt_logprobs_worker = PromptOnlyLogprobs(runner.prompt_logprobs_worker, tokens)
+
+
+@torch.inference_mode()
+def compile_prompt_logprobs(runner: Any) -> None:
+    """Compiles the kernel that scores prompts, which has variants for numbers of log-probabilities:
+    all up to what a request may ask for, if that is `_MOST_COMPILED` or less. Does nothing if
+    `runner`, which has loaded its model, scores no prompts."""
+    if runner.prompt_logprobs_worker is None:
+        return
+    model = runner.model_config
+    hidden = torch.zeros(1, model.get_hidden_size(), dtype=model.dtype, device=runner.device)
+    logits = runner.model.compute_logits(hidden)
+    most = model.max_logprobs if 0 <= model.max_logprobs < _MOST_COMPILED else _MOST_COMPILED
+    for number in range(1, most + 2):  # of the token itself, and of the likeliest
+        ids = torch.zeros(1, number, dtype=torch.int64, device=runner.device)
+        compute_token_logprobs(logits, ids)
 
 
 class PromptOnlyLogprobs:

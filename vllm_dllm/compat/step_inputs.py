@@ -83,7 +83,7 @@ class _ReusedInputs:
             states.prefill_len.gpu,
             states.draft_tokens,
             last.cu_num_logits,
-            len(last.logits_indices),
+            int(last.cu_num_logits_np[-1]),  # a model may have changed `last.logits_indices`
             runner.model_state.num_new_sampled_tokens_per_step,
         )
         num_computed = states.num_computed_tokens_np[last.idx_mapping_np]

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_dllm.attention.ahead import Compiler, compile_ahead
 from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.prompt_logprobs import compile_prompt_logprobs, restrict_prompt_logprobs
 from vllm_dllm.compat.runner import (
     attach_canvas_numbers,
     call_before_graphs,
@@ -88,6 +88,7 @@ class CanvasWorker(Worker):
             for params in WARMED_UP:
                 with self.model_runner.sampler.replace_params(params):
                     warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+            compile_prompt_logprobs(self.model_runner)
             seconds = time.monotonic() - begin
             logger.info("Kernels were compiled and warmed up in %.0f s.", seconds)
         done = super().compile_or_warm_up_model()
