@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin, serving_config
+from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
@@ -59,6 +60,17 @@ def test_the_scheduler_is_picked_by_the_process_that_makes_it(
         monkeypatch.setattr(scheduler, name, stand_in)
     made = make(vllm_config=sent, log_stats=False)
     assert type(made).__name__ == ("CanvasAsyncScheduler" if is_async else "CanvasScheduler")
+
+
+@pytest.mark.parametrize(("budget", "warms_up"), [(32, False), (33, True)])
+def test_a_step_without_room_for_warm_up_requests(
+    configure: Configure, budget: int, warms_up: bool
+) -> None:
+    config = configure(max_num_batched_tokens=budget, max_num_seqs=1)
+    config.kernel_config.enable_jit_warmup = True  # vLLM turns it off where steps are not compiled
+    extension = ExtensionConfig.from_additional_config(config.additional_config)
+    serving_config.finish_config(config, extension)
+    assert config.kernel_config.enable_jit_warmup == warms_up
 
 
 def test_what_the_user_names_stays(configure: Configure) -> None:

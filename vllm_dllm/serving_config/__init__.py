@@ -195,6 +195,12 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
         check_file("trace_path", Path(extension.trace_path))
     if vllm_config.shutdown_timeout == 0:  # vLLM's default, to end all requests at once
         vllm_config.shutdown_timeout = extension.drain_seconds
+    assert vllm_config.diffusion_config is not None
+    canvas_length = vllm_config.diffusion_config.canvas_length
+    if vllm_config.scheduler_config.max_num_batched_tokens <= canvas_length:
+        # vLLM's requests to warm up with have prompts of a canvas and a token. With room for none
+        # of them the start would fail.
+        vllm_config.kernel_config.enable_jit_warmup = False
     checks.check_weight_files(vllm_config)
     checks.check_stop_tokens(vllm_config)
 
