@@ -22,6 +22,7 @@ from tests.recorded_graphs import Recorded, RecordedGraph, capturing
 from vllm_dllm.denoise import draws_triton, vocab_stream
 from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.uniform import settle_triton
+from vllm_dllm.step.uniform.step_graphs import StepGraphs
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
@@ -202,3 +203,22 @@ def test_graphs_are_the_step(
         state.drop_graphs()
     assert {1, 4} <= set(+replays)
     assert RecordedGraph.recording is None and step.graphs is None
+
+
+def test_captured_forwards_may_be_smaller_than_a_step() -> None:
+    """With `FULL_DECODE_ONLY`, vLLM rounds the user's sizes up to whole canvases, and captures no
+    forward that is then larger than the largest size: of 20 and 70 tokens, one of 32."""
+    rows: list[int] = []
+    graphs = StepGraphs(
+        2,
+        CANVAS,
+        hidden_size=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        joins_commits=False,
+        forward_output=torch.zeros(CANVAS, 8),
+    )
+    graphs.capture(
+        lambda run: (None, run()), lambda batch: None, lambda _, hidden: rows.append(len(hidden))
+    )
+    assert rows == [2 * CANVAS, CANVAS]

@@ -55,8 +55,8 @@ def refuse_vocabulary_adapters(runner: Any) -> None:
 
 
 def captured_forward_output(runner: Any) -> torch.Tensor | None:
-    """Returns where `runner`'s captured forwards (FULL) leave hidden states, [most rows, H]. None
-    if it has captured none."""
+    """Returns where `runner`'s captured forwards (FULL) leave hidden states, [rows of the largest,
+    H]. None if it has captured nothing."""
     manager = runner.cudagraph_manager
     output: torch.Tensor | None = None if manager is None else manager.hidden_states
     return output

@@ -42,17 +42,13 @@ class _ReusedInputs:
         self, scheduler_output: SchedulerOutput, state: Any, batch_desc: Any, *args: Any
     ) -> InputBatch:
         """Returns the inputs of a step, whose requests are described by `state`."""
-        cached = scheduler_output.scheduled_cached_reqs
-        has_new_blocks = any(ids is not None for ids in cached.new_block_ids)
         last = self._batch if batch_desc == self._batch_desc and self._is_plain() else None
         if last is None or not _has_same_rows(state, last):
             self._block_tables = None
             self._batch = self._stock_inputs(scheduler_output, state, batch_desc, *args)
             self._batch_desc = batch_desc
             return self._batch
-        if has_new_blocks or scheduler_output.scheduled_new_reqs:
-            # Not only for requests that get blocks: with sliding windows, vLLM 0.33 also gathers
-            # anew what others have lost. Nobody has these blocks before they are handed out.
+        if _may_hand_out_blocks(scheduler_output):
             self._block_tables = None
         self._batch = self._advance(last, state, scheduler_output.has_structured_output_requests)
         return self._batch
@@ -83,7 +79,7 @@ class _ReusedInputs:
             states.prefill_len.gpu,
             states.draft_tokens,
             last.cu_num_logits,
-            int(last.cu_num_logits_np[-1]),  # a model may have changed `last.logits_indices`
+            int(last.cu_num_logits_np[-1]),  # a model's step may have changed `logits_indices`
             runner.model_state.num_new_sampled_tokens_per_step,
         )
         num_computed = states.num_computed_tokens_np[last.idx_mapping_np]
@@ -120,6 +116,21 @@ class _ReusedInputs:
         """Runs a step without requests, which overwrites the buffers of the last step's inputs."""
         self._batch = None
         return self._stock_dummy_run(*args, **kwargs)
+
+
+def _may_hand_out_blocks(scheduler_output: SchedulerOutput) -> bool:
+    """Returns whether a request may have got cache blocks since the last step.
+
+    Then all tables are gathered anew, not only those of requests that got blocks. The blocks may be
+    some that another request lost because its window has passed them, and vLLM 0.33 leaves such
+    blocks out of its table. A KV connector loads into blocks of requests that still wait.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    return (
+        bool(scheduler_output.scheduled_new_reqs)
+        or any(ids is not None for ids in cached.new_block_ids)
+        or scheduler_output.kv_connector_metadata is not None
+    )
 
 
 def _has_same_rows(state: Any, last: InputBatch) -> bool:
