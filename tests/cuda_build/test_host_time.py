@@ -9,8 +9,8 @@ from tests.cuda_build.machine import H100, Host
 
 NUMBERS = (1, 8, 16, 32)  # of requests
 MOST = 12
-"""Launches outside of graphs in a step whose requests are those of the step before: 8 of the
-runner's and 4 of ours."""
+"""Launches outside of graphs in a step whose requests are those of the step before: 11, of which 8
+are the runner's."""
 STOCK = Host((9, 0), settings=(("VLLM_PLUGINS", ""),))
 
 
