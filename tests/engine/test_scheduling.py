@@ -22,6 +22,12 @@ VOCABULARY = 512
 # A block. With three, rounding decides a third of the answers.
 TWO_STEPS = {"diffusion_max_steps": 2}
 FITTED = {"fit_canvas": True}
+SMALL_CACHE: dict[str, Any] = {
+    "max_model_len": 160,
+    "block_size": 32,
+    "num_gpu_blocks_override": 24,
+    "disable_log_stats": False,
+}
 LENGTHS = (100, 3, 70, 33, 150, 64)
 PROMPTS = [random_ids(LENGTHS[seed % len(LENGTHS)], VOCABULARY, seed) for seed in range(50)]
 # What a request carries from block to block, or that reaches back into what it has got.
@@ -34,6 +40,15 @@ KINDS: list[dict[str, Any]] = [
     {"top_k": 9, "top_p": 0.9, "logit_bias": {7: 2.0}},
     {"temperature": 1.5, "logprobs": 0},
 ]
+
+
+def exactly(steps: int) -> dict[str, Any]:
+    """A canvas takes as many: it never converges before."""
+    return {
+        "diffusion_max_steps": steps,
+        "diffusion_confidence_threshold": 1e-9,
+        "diffusion_stability_threshold": steps,
+    }
 
 
 def expectation(seed: int) -> dict[str, Any]:
@@ -185,10 +200,7 @@ def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
         scheduling_policy="priority",
         async_scheduling=True,
         long_prefill_token_threshold=64,
-        max_model_len=160,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        disable_log_stats=False,
+        **SMALL_CACHE,
     )
     core = served.llm.llm_engine
     prompt, other = random_ids(140, VOCABULARY, 0), random_ids(100, VOCABULARY, 1)
@@ -215,25 +227,19 @@ def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
 
 
 def test_answers_of_one_request_do_not_preempt_each_other_for_ever(
-    engine: Callable[..., Engine],
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have one priority and one time of arrival, and there is no room for all three."""
+    """They have one priority and one time of arrival, and there is no room for all three. They
+    start as soon as their prompts fit here, or they would hardly preempt each other."""
+    monkeypatch.setattr(SchedulerHooks, "leave_room_beside_prompts", lambda *_: None)
     served = engine(
         TRAINED,
         settings=FITTED,
         scheduling_policy="priority",
-        max_model_len=160,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        disable_log_stats=False,
+        **SMALL_CACHE,
     )
     core, before = served.llm.llm_engine, preemptions(served)
-    eight_steps = {
-        "diffusion_max_steps": 8,
-        "diffusion_confidence_threshold": 1e-9,
-        "diffusion_stability_threshold": 8,
-    }
-    params = SamplingParams(n=3, max_tokens=60, ignore_eos=True, extra_args=eight_steps)
+    params = SamplingParams(n=3, max_tokens=60, ignore_eos=True, extra_args=exactly(8))
     core.add_request("three", {"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
     for _ in range(200):
         core.step()
@@ -252,17 +258,9 @@ def test_a_request_starts_when_its_canvas_has_room_too(
         TRAINED,
         settings=FITTED,
         async_scheduling=ahead,
-        max_model_len=160,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        disable_log_stats=False,
+        **SMALL_CACHE,
     )
     before = preemptions(served)
-    forty_steps = {
-        "diffusion_max_steps": 40,
-        "diffusion_confidence_threshold": 1e-9,
-        "diffusion_stability_threshold": 40,
-    }
-    params = SamplingParams(n=3, seed=0, max_tokens=60, ignore_eos=True, extra_args=forty_steps)
+    params = SamplingParams(n=3, seed=0, max_tokens=60, ignore_eos=True, extra_args=exactly(40))
     served.llm.generate({"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
     assert preemptions(served) - before <= 3

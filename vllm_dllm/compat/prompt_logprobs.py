@@ -34,15 +34,16 @@ def restrict_prompt_logprobs(runner: Any) -> None:
 
 @torch.inference_mode()
 def compile_prompt_logprobs(runner: Any) -> None:
-    """Compiles the kernel that scores prompts, which has variants for numbers of log-probabilities:
-    all up to what a request may ask for, if that is `_MOST_COMPILED` or less. Does nothing if
-    `runner`, which has loaded its model, scores no prompts."""
+    """Compiles the kernel that scores prompts, for every number of log-probabilities that a request
+    may ask for, up to `_MOST_COMPILED`. `runner` has loaded its model. Does nothing if it scores no
+    prompts."""
     if runner.prompt_logprobs_worker is None:
         return
     model = runner.model_config
     hidden = torch.zeros(1, model.get_hidden_size(), dtype=model.dtype, device=runner.device)
     logits = runner.model.compute_logits(hidden)
-    most = model.max_logprobs if 0 <= model.max_logprobs < _MOST_COMPILED else _MOST_COMPILED
+    # A negative limit of vLLM's is none.
+    most = min(model.max_logprobs, _MOST_COMPILED) if model.max_logprobs >= 0 else _MOST_COMPILED
     for number in range(1, most + 2):  # of the token itself, and of the likeliest
         ids = torch.zeros(1, number, dtype=torch.int64, device=runner.device)
         compute_token_logprobs(logits, ids)
