@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from attention_kernels import chunks as chunks_module
-from attention_kernels.chunks import Chunks
+from attention_kernels.chunks import CHUNK, Chunks
 from attention_kernels.masks import verifying_spans, visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed
 from tests.unit.attention_kernels.batches import VERIFIED
@@ -44,9 +44,12 @@ def small_batch(requests: list[Request], block_size: int = 16) -> PagedBatch:
     )
 
 
-def cut(batch: PagedBatch, window_left: int, padding: int = 0) -> Chunks:
+def cut(batch: PagedBatch, window_left: int, padding: int = 0, most: int = CHUNK) -> Chunks:
+    """The batch's chunks, of at most so many queries each."""
     padded = replace(batch, query=F.pad(batch.query, (0, 0, 0, 0, 0, padding)))
-    chunks = Chunks.cut(padded.to(DEVICE), window_left)
+    with pytest.MonkeyPatch.context() as patch:  # no longer: others may import it meanwhile
+        patch.setattr(chunks_module, "CHUNK", most)
+        chunks = Chunks.cut(padded.to(DEVICE), window_left)
     tensors = vars(chunks).items()
     return Chunks(**{name: tensor.cpu() for name, tensor in tensors if tensor is not None})
 
@@ -86,12 +89,9 @@ def attend(batch: PagedBatch, chunks: Chunks, scale: float) -> torch.Tensor:
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
 @pytest.mark.parametrize("requests", [MIXED, WITH_IMAGES], ids=["text", "images"])
-def test_attention_by_chunks(
-    monkeypatch: pytest.MonkeyPatch, requests: list[Request], window_left: int, block_size: int
-) -> None:
-    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+def test_attention_by_chunks(requests: list[Request], window_left: int, block_size: int) -> None:
     batch = small_batch(requests, block_size)
-    output = attend(batch, cut(batch, window_left), 0.3)
+    output = attend(batch, cut(batch, window_left, most=16), 0.3)
     allowed(batch, scale=0.3, window_left=window_left).check(output)
 
 
@@ -109,10 +109,9 @@ def verifying(requests: list[Request]) -> PagedBatch:
     return replace(batch, spans=torch.cat(spans))
 
 
-def test_verified_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+def test_verified_blocks() -> None:
     batch = verifying([request for request in VERIFIED if request.causal < 0])
-    allowed(batch, scale=0.3).check(attend(batch, cut(batch, -1), 0.3))
+    allowed(batch, scale=0.3).check(attend(batch, cut(batch, -1, most=16), 0.3))
 
 
 def test_many_requests_and_the_padding_of_a_graph() -> None:
@@ -151,9 +150,7 @@ def test_no_page_in_vain(
         end = first + 1 + int(image[1] * (request.context_len + query_len - 1 - first))
         request = request._replace(images=((first, end),))
     batch = small_batch([Request(before, 3), request], block_size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks_module, "CHUNK", 16)
-        chunks = cut(batch, window_left)
+    chunks = cut(batch, window_left, most=16)
     starts = chunks.query_start_loc.tolist()
     assert starts[0] == 0 and starts[-1] == before + query_len
     num_rows = 0

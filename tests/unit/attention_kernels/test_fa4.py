@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import chunks as chunks_module
 from attention_kernels.api import attention
 from attention_kernels.chunks import Chunks
 from attention_kernels.masks import block_spans, visible
@@ -55,13 +54,10 @@ def truth_table(chunks: Chunks, num_queries: int, num_keys: int) -> torch.Tensor
 @pytest.mark.usefixtures("triton_version")
 @pytest.mark.parametrize("window_left", [-1, 0, 11, 200])
 @pytest.mark.parametrize("requests", [MIXED, WITH_IMAGES], ids=["text", "images"])
-def test_mask_function(
-    monkeypatch: pytest.MonkeyPatch, requests: list[Request], window_left: int
-) -> None:
-    monkeypatch.setattr(chunks_module, "CHUNK", 16)
+def test_mask_function(requests: list[Request], window_left: int) -> None:
     batch = PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     starts, lengths = batch.query_start_loc, batch.seq_lens
-    chunks = cut(batch, window_left)
+    chunks = cut(batch, window_left, most=16)
     table = truth_table(chunks, 16, int(chunks.seq_lens.max()))
     checked = 0
     for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
@@ -93,14 +89,13 @@ def test_mask_function(
 @pytest.mark.fa4
 @pytest.mark.usefixtures("triton_version")
 @pytest.mark.parametrize("block", [4, 32])
-def test_mask_function_of_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_mask_function_of_blocks(block: int) -> None:
     """Masked models' requests: causal ones whose blocks are images."""
-    monkeypatch.setattr(chunks_module, "CHUNK", 16)
     queries, context = 40, 8
     requests = [Request(queries, context, causal=True), Request(block, 2 * block, causal=True)]
     batch = PagedBatch.random(requests, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
     positions = [torch.arange(r.query_len) + r.context_len for r in requests]
-    chunks = cut(replace(batch, spans=block_spans(torch.cat(positions), block)), window_left=-1)
+    chunks = cut(replace(batch, spans=block_spans(torch.cat(positions), block)), -1, most=16)
     table, checked = truth_table(chunks, 16, int(chunks.seq_lens.max())), 0
     for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
         num_rows = int(chunks.query_start_loc[chunk + 1]) - row
@@ -121,11 +116,10 @@ def test_mask_function_of_blocks(monkeypatch: pytest.MonkeyPatch, block: int) ->
 @pytest.mark.slow
 @pytest.mark.fa4
 @pytest.mark.usefixtures("triton_version")
-def test_mask_function_of_verified_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_function_of_verified_blocks() -> None:
     """Their rows see their own key, and images that are the keys before."""
-    monkeypatch.setattr(chunks_module, "CHUNK", 16)
     request = Request(30, 33, causal=-16)
-    chunks = cut(verifying([request]), window_left=-1)
+    chunks = cut(verifying([request]), -1, most=16)
     table = truth_table(chunks, 16, int(chunks.seq_lens.max()))
     rows = 0
     for chunk, row in enumerate(chunks.query_start_loc[:-1].tolist()):
