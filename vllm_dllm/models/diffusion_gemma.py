@@ -36,7 +36,7 @@ from vllm_dllm.models.image_processor import (
     ImageProcessor,
 )
 from vllm_dllm.models.self_conditioning import SelfConditioning
-from vllm_dllm.models.vocabulary import Vocabulary
+from vllm_dllm.models.vocabulary import Vocabulary, no_logits
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.config import adapt_quant_config
 
@@ -189,6 +189,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         """
         if self.sampler_reads_hidden_states():
             return hidden_states
+        if len(hidden_states) == 0:
+            return no_logits(hidden_states, self.config.vocab_size)
         logits = self.logits_processor(self.lm_head, hidden_states)
         return None if logits is None else self.cap_logits(logits)
 

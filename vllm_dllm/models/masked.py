@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.config.architectures import family_of
+from vllm_dllm.models.vocabulary import no_logits
 from vllm_dllm.quantization.complete_weights import CompleteWeights
 from vllm_dllm.quantization.config import adapt_masked_quant_config
 
@@ -71,6 +72,8 @@ class MaskedModel:
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns logits [rows, V] fp32; None on ranks that do not sample."""
+        if len(hidden_states) == 0:
+            return no_logits(hidden_states, self.config.vocab_size)
         logits = super().compute_logits(hidden_states)  # type: ignore[misc]
         return None if logits is None else logits.float()
 

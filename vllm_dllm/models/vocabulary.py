@@ -26,6 +26,12 @@ def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
     return num_ranks == 1 or pad_vocab_size(vocab_size) // num_ranks % BLOCK == 0
 
 
+def no_logits(hidden_states: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns logits [0, V] fp32, of a step without canvases. vLLM's kernel for small layers, which
+    processors with AMX run in bf16, would divide by the number of rows and end the process."""
+    return hidden_states.new_empty(0, vocab_size, dtype=torch.float32)
+
+
 class Vocabulary:
     """Reads the vocabulary of a model that has Gemma's names: `model.embed_tokens`,
     `model.normalizer`, `lm_head`, `config`."""

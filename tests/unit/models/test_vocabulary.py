@@ -6,10 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.unit.models.building import build
 from vllm_dllm.models import vocabulary
+from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
+from vllm_dllm.models.masked import MaskedModel
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,13 @@ def test_shards_begin_at_blocks_or_the_log_says_so(
     if not streams:
         (line,) = said
         assert "`sampling_memory_mib` does not bound: 2 tensor-parallel ranks share 262208" in line
+
+
+@pytest.mark.parametrize("model", [DiffusionGemmaForBlockDiffusion, MaskedModel])
+def test_a_step_without_canvases_leaves_the_head_alone(model: type) -> None:
+    """Nothing here has a head."""
+    of_model = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=512), sampler_reads_hidden_states=lambda: False
+    )
+    logits = model.compute_logits(of_model, torch.zeros(0, 8, dtype=torch.bfloat16))
+    assert logits.shape == (0, 512) and logits.dtype is torch.float32
