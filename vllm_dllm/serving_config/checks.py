@@ -7,12 +7,18 @@ from vllm.config import VllmConfig
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 
 
-def check_pipeline(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for pipeline parallelism, where one stage alone knows what is committed."""
+def check_options(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for pipeline parallelism, where one stage alone knows what is committed,
+    and for the experts of each token, whose rows vLLM counts as one forward makes them."""
     if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
             f"last stage learns which canvases are committed. Use --tensor-parallel-size."
+        )
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        raise ValueError(
+            "A diffusion model cannot be served with --enable-return-routed-experts: its tokens "
+            "pass the experts many times. Leave it out."
         )
 
 

@@ -106,6 +106,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
     for owner, name in (
         (serving_config, "set_scheduler_and_worker"),
         (serving_config, "limit_prompt_chunks"),
+        (serving_config.checks, "check_options"),
         (serving_config.checks, "check_token_budget"),
         (serving_config, "read_denoise_config"),
         (serving_config.num_requests, "default_max_num_seqs"),
@@ -118,7 +119,6 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
     def start(attention_config: AttentionConfig) -> list[str]:
         config = SimpleNamespace(
             model_config=SimpleNamespace(hf_config=None, supports_multimodal_inputs=False),
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             attention_config=attention_config,
             additional_config={},
