@@ -201,6 +201,7 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
         # vLLM's requests to warm up with have prompts of a canvas and a token. With room for none
         # of them the start would fail.
         vllm_config.kernel_config.enable_jit_warmup = False
+    checks.check_sampler_options(vllm_config)
     checks.check_weight_files(vllm_config)
     checks.check_stop_tokens(vllm_config)
 

@@ -16,6 +16,22 @@ def check_pipeline(vllm_config: VllmConfig) -> None:
         )
 
 
+def check_sampler_options(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for options that only vLLM's own sampler knows, and for the experts of each
+    token: vLLM asserts that a step emits what it computes, which ends the engine."""
+    model_config = vllm_config.model_config
+    for option, value in (
+        ("logits_processors", model_config.logits_processors),
+        ("enable_trace_replay", model_config.enable_trace_replay),
+        ("enable_return_routed_experts", vllm_config.aux_output_config.enabled),
+    ):
+        if value:
+            raise ValueError(
+                f"{option} is not possible with a diffusion model, got {value!r}: it is for "
+                f"models that write one token after another. Leave it out."
+            )
+
+
 def check_weight_files(vllm_config: VllmConfig) -> None:
     """Raises ValueError, naming the file, if a weight file of a local checkpoint is missing, cut
     short or not in safetensors. vLLM's loader reads the files that are there, and its errors name
