@@ -240,6 +240,12 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
             f"a server that was started with {PLUGINS_VARIABLE}={PLUGIN} in its "
             f"environment. Leave it out elsewhere."
         )
+    for name in ("stop", "bad_words"):
+        if tokenizer is None and (value := getattr(params, name)):
+            raise ValueError(
+                f"{name} needs a tokenizer, which --skip-tokenizer-init leaves out, got {value!r}. "
+                f"Leave it out, or use tokens: stop_token_ids, or logit_bias of -100."
+            )
     if isinstance(options.prediction, str) and tokenizer is None:
         raise ValueError(
             "diffusion_prediction must be a list of token ids on this server, got a text: it was "

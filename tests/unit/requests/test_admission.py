@@ -246,6 +246,13 @@ def test_a_prompt_that_sees_itself_has_no_log_probabilities(asked: dict[str, Any
     assert error.parameter == name
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_words_need_a_tokenizer(name: str) -> None:
+    """vLLM would ignore them."""
+    error = refusal({}, served(tokenizer=None), **{name: ["a"]})
+    assert str(error).startswith(f"{name} needs a tokenizer") and error.parameter == name
+
+
 def test_a_thinking_budget_is_not_ignored_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(admission.logger, "warning_once", warnings.append)
