@@ -1,10 +1,12 @@
 """Prompts with images and videos equal transformers' DiffusionGemma: in one step, committed, as
 whole trajectories, whatever the batch and the caches do."""
 
+import math
 import random
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -127,6 +129,18 @@ def test_images_that_are_not_scaled(
         }
         with pytest.raises(VLLMValidationError, match=r"multiples of 8 pixels.*got"):
             served.llm.generate(odd, use_tqdm=False)
+    for number in (math.nan, math.inf, 1e30):  # what such an image left in the cache stayed there
+        dark = np.full((24, 24, 3), number, dtype=np.float32)
+        odd = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": [dark]}}
+        with pytest.raises(VLLMValidationError, match="numbers from 0 to 255, got "):
+            served.llm.generate(odd, use_tqdm=False)
+
+
+def test_images_without_a_place(engine: GetEngine, seeing: GetTiny) -> None:
+    images = [random_image((48, 48), seed=seed) for seed in range(2)]
+    odd = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": images}}
+    with pytest.raises(ValueError, match=r"no place for image 2 of 2\. Write a"):
+        engine(seeing(16), **PREFILLS["prefix-caching"]).llm.generate(odd, use_tqdm=False)
 
 
 def test_the_encoder_cache_is_bounded(engine: GetEngine, seeing: GetTiny) -> None:

@@ -30,7 +30,11 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
         (SDAR, {"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
         (SDAR, {"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
         (SDAR, NARROW, "must be at least the canvas length"),
-        (SDAR, {"enable_return_routed_experts": True}, "with --enable-return-routed-experts: its"),
+        (
+            SDAR,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            "speculative_config is not possible with a diffusion model, got 'ngram",
+        ),
         (SDAR, {"kv_transfer_config": CONNECTOR}, "cannot be served with --kv-transfer-config"),
         (SDAR, {"kv_offloading_size": 1.0}, "cannot be served with --kv-offloading-size"),
         (SDAR, ours(commit_last_block=True), "commit_last_block is not for masked models"),

@@ -1,6 +1,7 @@
 """The scheduler and the worker of a diffusion model, named before vLLM has settled how they run."""
 
 import pickle
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,28 @@ def test_cpus_read_a_cache_of_the_model_s_type(configure: Configure, masked: Con
 def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
     with pytest.raises(ValueError, match="blocks_in_flight must be 1 for this model, got 2"):
         configure(additional_config={"vllm_dllm": {"blocks_in_flight": 2}})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logits_processors": ["module:Processor"]},
+        {"enable_trace_replay": True},
+        {"enable_return_routed_experts": True},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_of_vllm_s_own_sampler_are_refused(
+    configure: Configure, masked: Configure, option: dict[str, Any]
+) -> None:
+    """They would be ignored, or the first answer would end the engine."""
+    name, value = next(iter(option.items()))
+    message = re.escape(f"{name} is not possible with a diffusion model, got {value!r}")
+    with pytest.raises(ValueError, match=message):
+        configure(**option)
+    if name != "enable_return_routed_experts":  # vLLM refuses it first, without experts
+        with pytest.raises(ValueError, match=message):
+            masked(**option)
 
 
 @pytest.mark.parametrize(("block_length", "warnings"), [(3, 0), (4, 0), (64, 1)])

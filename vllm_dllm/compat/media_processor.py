@@ -60,8 +60,8 @@ class ProcessorHooks(BaseMultiModalProcessor[Info], Generic[Info]):
             if None in found:
                 raise ValueError(
                     f"the prompt has no place for {modality} {found.index(None) + 1} of "
-                    f"{len(found)}: truncate_prompt_tokens has cut it off. Raise it, or leave it "
-                    f"out."
+                    f"{len(found)}. Write a place for each, or leave out truncate_prompt_tokens, "
+                    f"which cuts places off."
                 )
         return super()._matched_updates_from_result(mm_prompt_updates, match_result)
 

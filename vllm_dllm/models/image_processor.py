@@ -37,6 +37,7 @@ from vllm_dllm.requests.media import (
     check_image_size,
     check_media_count,
     check_no_processor_options,
+    check_pixels,
 )
 
 logger = init_logger(__name__)
@@ -220,7 +221,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         """Returns the vision tower's inputs, made of a prompt's images and videos.
 
         Raises VLLMValidationError if the request has processor options of its own, or an image has
-        a wrong size.
+        a wrong size or numbers that are no colours.
         """
         check_no_processor_options(options)
         made: dict[str, Any] = {}
@@ -229,12 +230,11 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
             processor = self.info.image_processor
             assert processor is not None
             images = items.get_items("image", ImageProcessorItems)
-            if not processor.do_resize:
-                for i in range(len(images)):
-                    _check_size(processor, *images.get_image_size(i))
+            for i in range(len(images)):
+                _check_size(processor, *images.get_image_size(i))
             pictures = processor(images.get_all(), return_tensors="pt")
             made |= {
-                "patches": pictures["pixel_values"],
+                "patches": check_pixels(pictures["pixel_values"]),
                 "patch_positions": pictures["image_position_ids"],
                 "num_image_tokens": pictures["num_soft_tokens_per_image"],
             }

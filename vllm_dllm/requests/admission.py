@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import KEYS_OF_VLLM
@@ -33,6 +34,8 @@ from vllm_dllm.requests.options import (
 )
 from vllm_dllm.requests.prediction import encode_prediction
 from vllm_dllm.requests.structured_outputs import check_structured_outputs
+
+logger = init_logger(__name__)
 
 Resolve = Callable[[SamplingParams], Any]
 """vLLM's own part of the admission. It checks the parameters and returns vLLM's request. That has a
@@ -84,13 +87,17 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     options = _read_options(params, served)
     if served.limits is not None:
         check_request_limits(served.limits, params, options)
-    asks_of_prompt = (params.prompt_logprobs, params.prompt_logprob_token_ids) != (None, None)
-    if asks_of_prompt and served.family is not None and not served.family.is_causal:
-        raise VLLMValidationError(
-            "prompt_logprobs is not possible with a masked model: a row of the prompt has seen its "
-            "own token and those of its block. Leave it out.",
-            parameter="prompt_logprobs",
-        )
+    if served.family is not None and not served.family.is_causal:
+        for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+            if getattr(params, name) is not None:
+                raise VLLMValidationError(
+                    f"{name} is not possible with a masked model: a row of the prompt has seen its "
+                    f"own token and those of its block. Leave it out.",
+                    parameter=name,
+                )
+    if params.thinking_token_budget is not None:
+        # Not refused: Anthropic's clients that ask for thinking cannot leave it out.
+        logger.warning_once("thinking_token_budget is ignored by diffusion models.")
     if options.read_only:
         params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
     request = resolve(params)
@@ -133,7 +140,7 @@ def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions
     """Returns the options that the keys in `params.extra_args` ask for. Raises VLLMValidationError
     for a key that is unknown, or contradicts the server, the parameters or another key."""
     extra = params.extra_args or {}
-    given = {key: value for key, value in extra.items() if key not in KEYS_OF_VLLM}
+    given = {str(key): value for key, value in extra.items() if key not in KEYS_OF_VLLM}
     feed = given.pop(FEED, None)
     try:
         options = parse_keys(given, served.defaults, served.family)
@@ -233,6 +240,12 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
             f"a server that was started with {PLUGINS_VARIABLE}={PLUGIN} in its "
             f"environment. Leave it out elsewhere."
         )
+    for name in ("stop", "bad_words"):
+        if tokenizer is None and (value := getattr(params, name)):
+            raise ValueError(
+                f"{name} needs a tokenizer, which --skip-tokenizer-init leaves out, got {value!r}. "
+                f"Leave it out, or use tokens: stop_token_ids, or logit_bias of -100."
+            )
     if isinstance(options.prediction, str) and tokenizer is None:
         raise ValueError(
             "diffusion_prediction must be a list of token ids on this server, got a text: it was "

@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS
+from vllm_dllm.config.checks import MAX_COUNT
 from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.options import RequestOptions
 
@@ -95,8 +96,14 @@ and does not become 0."""
 
 
 def check_numbers(params: SamplingParams) -> None:
-    """Checks the numbers of a request for any model. Raises VLLMValidationError for a seed beyond
-    64 bits, or a number that would make logits infinite or NaN."""
+    """Checks the numbers of a request for any model. Raises VLLMValidationError for numbers that
+    the worker cannot store, or that would make logits infinite or NaN."""
+    if (params.max_tokens or 0) > MAX_COUNT:  # the worker adds the prompt's length, in 32 bits
+        raise VLLMValidationError(
+            f"max_tokens must be at most {MAX_COUNT}, got {params.max_tokens}. Leave it out to get "
+            f"as many as the context has room for.",
+            parameter="max_tokens",
+        )
     last = params.n - 1  # answer i, counted from 0, has the seed + i
     if params.seed is not None and not SMALLEST_SEED <= params.seed <= LARGEST_SEED - last:
         raise VLLMValidationError(

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import requests
+import torch
 from PIL import UnidentifiedImageError
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
@@ -62,6 +63,21 @@ def check_image_size(width: int, height: int, unit: int, max_tokens: int) -> Non
             f"Scale or crop the image.",
             parameter="image",
         )
+
+
+def check_pixels(
+    patches: torch.Tensor,  # of any shape
+) -> torch.Tensor:
+    """Returns the patches of images. Raises VLLMValidationError for arrays whose numbers are no
+    colours. A NaN would stay in the KV cache, where attention multiplies it by 0 when later
+    requests reuse the block: their answers would be wrong."""
+    if not (patches.abs() <= 255).all():  # False for NaN
+        raise VLLMValidationError(
+            f"The array of an image must have numbers from 0 to 255, got {patches.min():g} to "
+            f"{patches.max():g} after scaling them. Correct it.",
+            parameter="image",
+        )
+    return patches
 
 
 def check_no_processor_options(options: Mapping[str, object]) -> None:

@@ -51,7 +51,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
-        checks.check_options(vllm_config)
+        checks.check_pipeline(vllm_config)
         if current_platform.is_cpu():
             set_cpu_cache_type(vllm_config)  # before what it reads is converted
         modelopt.adapt_modelopt_config(vllm_config.model_config)
@@ -118,7 +118,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
-        checks.check_options(vllm_config)
+        checks.check_pipeline(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         set_canvas(vllm_config, extension.blocks_in_flight)
         scheduler_config = vllm_config.scheduler_config
@@ -201,6 +201,7 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
         # vLLM's requests to warm up with have prompts of a canvas and a token. With room for none
         # of them the start would fail.
         vllm_config.kernel_config.enable_jit_warmup = False
+    checks.check_sampler_options(vllm_config)
     checks.check_weight_files(vllm_config)
     checks.check_stop_tokens(vllm_config)
 

@@ -7,19 +7,30 @@ from vllm.config import VllmConfig
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 
 
-def check_options(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for pipeline parallelism, where one stage alone knows what is committed,
-    and for the experts of each token, whose rows vLLM counts as one forward makes them."""
+def check_pipeline(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for pipeline parallelism, where one stage alone knows what is committed."""
     if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
             f"last stage learns which canvases are committed. Use --tensor-parallel-size."
         )
-    if vllm_config.aux_output_config.enable_return_routed_experts:
-        raise ValueError(
-            "A diffusion model cannot be served with --enable-return-routed-experts: its tokens "
-            "pass the experts many times. Leave it out."
-        )
+
+
+def check_sampler_options(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for options that only vLLM's own samplers know, and for the experts of each
+    token: vLLM asserts that a step emits what it computes, which ends the engine."""
+    model_config, drafts = vllm_config.model_config, vllm_config.speculative_config
+    for option, value in (
+        ("speculative_config", drafts and drafts.method),
+        ("logits_processors", model_config.logits_processors),
+        ("enable_trace_replay", model_config.enable_trace_replay),
+        ("enable_return_routed_experts", vllm_config.aux_output_config.enabled),
+    ):
+        if value:
+            raise ValueError(
+                f"{option} is not possible with a diffusion model, got {value!r}: it is for "
+                f"models that write one token after another. Leave it out."
+            )
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:

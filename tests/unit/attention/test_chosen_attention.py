@@ -106,7 +106,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
     for owner, name in (
         (serving_config, "set_scheduler_and_worker"),
         (serving_config, "limit_prompt_chunks"),
-        (serving_config.checks, "check_options"),
+        (serving_config.checks, "check_pipeline"),
         (serving_config.checks, "check_token_budget"),
         (serving_config, "read_denoise_config"),
         (serving_config.num_requests, "default_max_num_seqs"),

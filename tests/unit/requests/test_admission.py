@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_dllm.config.architectures import FAMILIES, LLADA22
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.config.extension import RequestLimits
+from vllm_dllm.requests import admission
 from vllm_dllm.requests.admission import ServedModel, admit, admit_target
 from vllm_dllm.requests.http import check_request_body
 from vllm_dllm.requests.limits import begin_http_request
@@ -185,6 +186,12 @@ def test_nothing_misspelt_is_ignored(name: str) -> None:
     assert message.startswith(f"{name} is not known. ") and NAMES[name] in message
 
 
+def test_keys_that_are_no_text_are_refused() -> None:
+    """JSON has none, but Python's dictionaries do."""
+    given: dict[Any, Any] = {7: 1}
+    assert str(refusal(given)).startswith("7 is not known. Known are: ")
+
+
 def test_what_vllm_reads_is_left_alone() -> None:
     theirs = {"kv_transfer_params": {"do_remote_prefill": False}, "session_id": "a"}
     own = admitted(SamplingParams(extra_args=theirs)).extra_args or {}
@@ -225,6 +232,34 @@ def test_what_the_model_has_not_is_refused(case: str) -> None:
 def test_masked_models_have_some_of_the_keys(key: str) -> None:
     error = refusal({key: 1}, served(family=SDAR))
     assert "is not for masked models, got 1. Leave it out; they take" in str(error)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[7]]}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_prompt_that_sees_itself_has_no_log_probabilities(asked: dict[str, Any]) -> None:
+    (name,) = asked
+    error = refusal({}, served(family=SDAR), **asked)
+    assert str(error).startswith(f"{name} is not possible with a masked model")
+    assert error.parameter == name
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_words_need_a_tokenizer(name: str) -> None:
+    """vLLM would ignore them."""
+    error = refusal({}, served(tokenizer=None), **{name: ["a"]})
+    assert str(error).startswith(f"{name} needs a tokenizer") and error.parameter == name
+
+
+def test_a_thinking_budget_is_not_ignored_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(admission.logger, "warning_once", warnings.append)
+    options({})
+    assert warnings == []
+    options({}, thinking_token_budget=5)
+    assert warnings == ["thinking_token_budget is ignored by diffusion models."]
 
 
 def test_when_log_probabilities_are_taken() -> None:

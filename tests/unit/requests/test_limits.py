@@ -88,6 +88,7 @@ def test_limits(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_tokens": 2**31 - 1}, "max_tokens must be at most 1073741824, got 2147483647"),
         ({"repetition_penalty": 1e-320}, "from 1e-06 to 1e.06, got 1e-320"),
         ({"repetition_penalty": 1e300}, "repetition_penalty must be from .* got 1e.300"),
         (
@@ -106,7 +107,8 @@ def test_numbers(options: dict[str, Any], message: str) -> None:
 
 
 def test_numbers_that_are_admitted() -> None:
-    check_numbers(SamplingParams())
+    check_numbers(SamplingParams(max_tokens=None))
+    check_numbers(SamplingParams(max_tokens=2**30))
     check_numbers(SamplingParams(seed=2**63 - 2, n=2))
     check_numbers(SamplingParams(repetition_penalty=1e-6, logit_bias={3: -100.0}))
 
