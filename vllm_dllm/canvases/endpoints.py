@@ -12,7 +12,7 @@ from vllm.config import ModelConfig
 from vllm.logger import init_logger
 
 from vllm_dllm.canvases.hub import CanvasHub
-from vllm_dllm.canvases.middleware import CanvasStreams, TokenTexts
+from vllm_dllm.canvases.middleware import CanvasSource, CanvasStreams, TokenTexts
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.architectures import FAMILIES, takes_acceptance
 from vllm_dllm.config.extension import ExtensionConfig
@@ -53,7 +53,7 @@ class CanvasEndpoints:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._source: tuple[CanvasHub, TokenTexts] | None = None
+        self._source: CanvasSource | None = None
         self._about: dict[str, Any] = {}  # what the page needs to know of the model
 
     def attach_router(self, app: FastAPI) -> None:
@@ -81,8 +81,9 @@ class CanvasEndpoints:
         folder = canvas_feeds.socket_folder()
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
-        self._source = CanvasHub(folder), make_token_texts(engine_client.get_tokenizer())
         config: ModelConfig = engine_client.model_config
+        texts = make_token_texts(engine_client.get_tokenizer())
+        self._source = CanvasHub(folder), texts, config.served_model_name
         additional = engine_client.vllm_config.additional_config
         blocks = ExtensionConfig.from_additional_config(additional).blocks_in_flight
         family = next((FAMILIES[name] for name in config.architectures if name in FAMILIES), None)

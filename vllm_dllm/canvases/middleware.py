@@ -22,6 +22,8 @@ from vllm_dllm.requests.options import STREAM_CANVASES
 
 TokenTexts = Callable[[list[int]], list[str]]
 """Token ids -> the text of each token."""
+CanvasSource = tuple[CanvasHub, TokenTexts, str]
+"""Where canvases come from, the texts of their tokens, and the first name of the served model."""
 OBJECT = "vllm_dllm.canvas"
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
 """Route -> the beginning of its chunks' ids."""
@@ -50,13 +52,14 @@ class WatchedRequest:
         headers = [h for h in self.headers if h[0].lower() != b"content-length"]
         return [*headers, (b"content-length", str(len(body)).encode())], body
 
-    def format_canvas(self, texts: TokenTexts, canvas: dict[str, Any]) -> bytes:
-        """Returns a canvas, with the text of each token, as a server-sent event."""
+    def format_canvas(self, texts: TokenTexts, served_model: str, canvas: dict[str, Any]) -> bytes:
+        """Returns a canvas, with the text of each token, as a server-sent event. `served_model`:
+        the model that answers where a request names none."""
         event: dict[str, Any] = {
             "id": self.chunk_id,
             "object": OBJECT,
             "created": self.created,
-            "model": self.body.get("model"),
+            "model": self.body.get("model") or served_model,
             "choices": [],
             "canvas": canvas | {"texts": texts(canvas["tokens"])},
         }
@@ -121,7 +124,7 @@ class CanvasStreams:
     def __init__(
         self,
         app: ASGIApp,
-        source: Callable[[], tuple[CanvasHub, TokenTexts] | None],  # returns None: no canvases
+        source: Callable[[], CanvasSource | None],  # returns None: no canvases
     ) -> None:
         self._app, self._source = app, source
 
@@ -146,11 +149,11 @@ class CanvasStreams:
             return await JSONResponse(error, HTTPStatus.BAD_REQUEST)(scope, receive, send)
         if watched is None:
             return await self._app(scope, _replay(body, receive), send)
-        hub, texts = source
+        hub, texts, served_model = source
         with hub.open_feed() as feed:
             headers, body = watched.for_engine(feed.name)
             inner = {**scope, "headers": headers}
-            format_event = partial(watched.format_canvas, texts)
+            format_event = partial(watched.format_canvas, texts, served_model)
             await self._serve_watched(inner, _replay(body, receive), send, feed, format_event)
 
     async def _serve_watched(

@@ -116,7 +116,9 @@ def last_line(error: BaseException) -> str | None:
 def _describe_unforeseen(error: BaseException) -> str:
     """Returns the line for an error that no check foresaw. Unless its message is meant for users,
     says how to see more."""
-    if isinstance(error, (ValueError, OSError)):
+    # Python's sockets and certificates raise OSErrors that do not say which file they are about.
+    names_no_file = isinstance(error, OSError) and error.errno and error.filename is None
+    if isinstance(error, (ValueError, OSError)) and not names_no_file:
         return one_line(error)
     more = "VLLM_LOGGING_LEVEL=INFO shows where."
     return f"{type(error).__name__}: {one_line(error).rstrip('.')}. {more}"

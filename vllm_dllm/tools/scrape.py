@@ -130,9 +130,14 @@ def scrape_canvases(url: str) -> Scrape:
 
 @functools.cache
 def _client() -> httpx.Client:
-    """Returns the HTTP client of this process, made once because that takes 50 ms. It ignores
-    proxies of the environment. It keeps no connection open, because the server may restart."""
-    return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+    """Returns the HTTP client of this process, made once because that takes 50 ms. Of the
+    environment it reads certificates to trust (`SSL_CERT_FILE`), but no proxies. It keeps no
+    connection open, because the server may restart."""
+    return httpx.Client(
+        trust_env=False,
+        verify=httpx.create_ssl_context(trust_env=True),
+        limits=httpx.Limits(max_keepalive_connections=0),
+    )
 
 
 SERVER_OPTIONS = ("--worker-extension-cls", f"{__name__}.WeightSizes")

@@ -73,6 +73,7 @@ def application(
     init_entrypoints_middleware(args, app, ())
     model_config = SimpleNamespace(
         is_diffusion=is_diffusion,
+        served_model_name="served",
         architectures=[architecture],
         get_vocab_size=lambda: vocab_size,
     )

@@ -105,7 +105,7 @@ async def watch(
 ) -> tuple[int, list[dict[str, Any]], bytes]:
     """The status, the canvas events and all that was sent."""
     hub = CanvasHub(folder)
-    app = CanvasStreams(engine, lambda: (hub, lambda tokens: [f"<{t}>" for t in tokens]))
+    app = CanvasStreams(engine, lambda: (hub, lambda tokens: [f"<{t}>" for t in tokens], "served"))
     try:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = await ask(app, data, *args, **options)
@@ -149,11 +149,23 @@ def test_the_id_is_the_clients_own(folder: Path) -> None:
     assert {e["id"] for e in events} == {"cmpl-named"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "model"), [({"model": "m"}, "m"), ({"model": None}, "served"), ({}, "served")]
+)
+def test_the_model_of_a_request_that_names_none(
+    folder: Path, asked: dict[str, Any], model: str
+) -> None:
+    """vLLM's own chunks name the model that is served."""
+    body = {key: value for key, value in BODY.items() if key != "model"} | asked
+    _, events, _ = asyncio.run(watch(folder, Engine(), body))
+    assert {e["model"] for e in events} == {model}
+
+
 def test_each_sees_its_own(folder: Path) -> None:
     async def both() -> None:
         hub = CanvasHub(folder)
         engines = [Engine(num_canvases=n) for n in (1, 2)]
-        source = hub, lambda tokens: [""] * len(tokens)
+        source = hub, lambda tokens: [""] * len(tokens), "served"
         body = json.dumps(BODY).encode()
         answers = await asyncio.gather(
             *(ask(CanvasStreams(engine, lambda: source), body) for engine in engines)
@@ -215,7 +227,7 @@ def test_a_client_that_leaves(folder: Path) -> None:
             waits.set()
             await asyncio.Event().wait()
 
-        app = CanvasStreams(engine, lambda: (hub, lambda tokens: []))
+        app = CanvasStreams(engine, lambda: (hub, lambda tokens: [], "served"))
         task = asyncio.create_task(ask(app, json.dumps(BODY).encode()))
         await waits.wait()
         assert len(hub._feeds) == 1

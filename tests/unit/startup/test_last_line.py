@@ -89,6 +89,11 @@ def test_an_error_that_pydantic_wraps(tmp_path: Path) -> None:
             "KeyError('layers')",
             "Error: KeyError: 'layers'. VLLM_LOGGING_LEVEL=INFO shows where.",
         ),
+        ("FileNotFoundError(2, 'No such file', 'x')", "Error: [Errno 2] No such file: 'x'"),
+        (  # of a socket or a certificate
+            "FileNotFoundError(2, 'No file')",
+            "Error: FileNotFoundError: [Errno 2] No file. VLLM_LOGGING_LEVEL=INFO shows where.",
+        ),
     ],
 )
 def test_without_a_level_there_are_no_tracebacks(

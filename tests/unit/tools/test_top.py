@@ -1,21 +1,30 @@
 """`vllm-dllm top` shows what is on `/metrics`, and says in a line why it cannot."""
 
+import datetime
 import io
+import ipaddress
 import os
 import select
+import ssl
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from rich.console import Console
 
 from tests.processes import HANGS_S
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import top
-from vllm_dllm.tools.scrape import Scrape, scrape_canvases
+from vllm_dllm.tools.scrape import Scrape, _client, scrape_canvases
 from vllm_dllm.tools.top import draw_frame
 
 OF_ENGINE = """\
@@ -128,6 +137,57 @@ def test_other_servers(
 def test_no_server(url: str, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         scrape_canvases(url)
+
+
+def test_a_certificate_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with `--ssl-certfile`, which no authority has signed."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    today = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(today - datetime.timedelta(days=1))
+        .not_valid_after(today + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=True,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    path, key_path = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    path.write_bytes(certificate.public_bytes(encoding))
+    key_path.write_bytes(
+        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(OF_ENGINE.format(engine=0, tokens=160, forwards=40).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path, key_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")  # ignored
+        try:
+            for trusted, found in (("", "no server answers"), (str(path), "40")):
+                monkeypatch.setenv("SSL_CERT_FILE", trusted)
+                _client.cache_clear()
+                try:
+                    said = str(scrape_canvases(url).total("vllm_dllm:forwards_total"))
+                except InputError as error:
+                    said = str(error)
+                assert said.startswith(found)
+        finally:
+            _client.cache_clear()
+            server.shutdown()
 
 
 def test_once(
