@@ -37,6 +37,7 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
         ),
         (SDAR, {"kv_transfer_config": CONNECTOR}, "cannot be served with --kv-transfer-config"),
         (SDAR, {"kv_offloading_size": 1.0}, "cannot be served with --kv-offloading-size"),
+        (SDAR, {"diffusion_config": {"max_denoising_steps": 2}}, "is not for masked models, got 2"),
         (SDAR, ours(commit_last_block=True), "commit_last_block is not for masked models"),
         (SDAR, ours(defaults={"diffusion_t_min": 0.4}), "diffusion_t_min"),
         (FAST_DLLM, {"hf_overrides": {"mask_token_id": -1}}, BAD_MASK),

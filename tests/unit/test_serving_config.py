@@ -109,13 +109,15 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
     assert config.cache_config.block_size == page
 
 
-@pytest.mark.parametrize(("options", "length"), [({}, 4), ({"canvas_length": 8}, 8)])
+@pytest.mark.parametrize(
+    ("options", "length"), [(None, 4), ({}, 4), ({"canvas_length": 8}, 8)], ids=str
+)
 def test_a_canvas_is_the_blocks_in_flight(
-    masked: Configure, options: dict[str, int], length: int
+    masked: Configure, options: dict[str, int] | None, length: int
 ) -> None:
     """Of the checkpoint's length, or of the one that the user names."""
     settings = {"vllm_dllm": {"blocks_in_flight": 3}}
-    config = masked(diffusion_config=options or None, additional_config=settings)
+    config = masked(diffusion_config=options, additional_config=settings)
     found = MaskedConfig.from_vllm_config(config)
     assert config.diffusion_config.canvas_length == 3 * length
     assert (found.block_length, found.blocks_in_flight) == (length, 3)
@@ -150,6 +152,11 @@ def test_cpus_read_a_cache_of_the_model_s_type(configure: Configure, masked: Con
         with pytest.raises(ValueError, match="kv_cache_dtype must be auto on a CPU, got 'fp8'"):
             ours(kv_cache_dtype="fp8", **options)
     assert masked(kv_cache_dtype="fp8").cache_config.cache_dtype == "fp8"
+
+
+def test_steps_without_a_canvas_length(configure: Configure) -> None:
+    config = configure(diffusion_config={"max_denoising_steps": 2}).diffusion_config
+    assert (config.canvas_length, config.max_denoising_steps) == (32, 2)
 
 
 def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:

@@ -93,6 +93,7 @@ def adjust_as_vllm(vllm_config: VllmConfig) -> None:
     again."""
     config = vllm_config.attention_config
     backend, flash_attn_version = config.backend, config.flash_attn_version
+    fill_in_canvas_length(vllm_config)
     DiffusionGemmaModelForBlockDiffusionConfig.verify_and_update_config(vllm_config)
     if current_platform.is_cpu():
         config.backend = backend  # stock picks Triton before asking the platform
@@ -153,14 +154,30 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         finish_config(vllm_config, extension)
 
 
-def set_canvas(vllm_config: VllmConfig, blocks_in_flight: int) -> None:
-    """Sets the length of a masked model's canvas in `vllm_config`, in place, and pages of the KV
-    cache that hold whole blocks. Logs a warning where blocks are longer than the checkpoint's.
-    Raises ValueError for blocks or pages that cannot be served."""
+def fill_in_canvas_length(vllm_config: VllmConfig) -> DiffusionConfig:
+    """Sets the canvas length in `vllm_config`, in place, to the checkpoint's unless the user named
+    one. Returns what it is part of."""
     own_length = vllm_config.model_config.hf_config.canvas_length
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=own_length)
-    vllm_config.diffusion_config.canvas_length *= blocks_in_flight
+    elif vllm_config.diffusion_config.canvas_length is None:
+        vllm_config.diffusion_config.canvas_length = own_length
+    return vllm_config.diffusion_config
+
+
+def set_canvas(vllm_config: VllmConfig, blocks_in_flight: int) -> None:
+    """Sets the length of a masked model's canvas in `vllm_config`, in place, and pages of the KV
+    cache that hold whole blocks. Logs a warning where blocks are longer than the checkpoint's.
+    Raises ValueError for blocks or pages that cannot be served, and for a number of steps."""
+    own_length = vllm_config.model_config.hf_config.canvas_length
+    diffusion_config = fill_in_canvas_length(vllm_config)
+    if (steps := diffusion_config.max_denoising_steps) is not None:
+        raise ValueError(
+            f"max_denoising_steps in --diffusion-config is not for masked models, got {steps}. "
+            f'Set "defaults": {{"diffusion_max_steps": {steps}}} of vllm_dllm in '
+            f"--additional-config."
+        )
+    diffusion_config.canvas_length *= blocks_in_flight
     config = MaskedConfig.from_vllm_config(vllm_config)
     config.check_blocks_in_flight()
     if config.block_length > own_length:
