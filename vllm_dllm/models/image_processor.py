@@ -230,7 +230,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
             processor = self.info.image_processor
             assert processor is not None
             images = items.get_items("image", ImageProcessorItems)
-            for i in range(len(images)):
+            for i in range(0 if processor.do_resize else len(images)):
                 _check_size(processor, *images.get_image_size(i))
             pictures = processor(images.get_all(), return_tensors="pt")
             made |= {
