@@ -1,6 +1,7 @@
 """The scheduler and the worker of a diffusion model, named before vLLM has settled how they run."""
 
 import pickle
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,31 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
     monkeypatch.setattr(Platform, "_find_non_ssm_backends", lambda _: [TritonAttentionBackend])
     Platform.update_block_size_for_backend(config)
     assert config.cache_config.block_size == page
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "complaint"),
+    [
+        ("configure", "entropy_bound", '"diffusion_entropy_bound": ...'),
+        ("configure", "diffusion_max_steps", '"diffusion_max_steps": ...'),
+        ("configure", "max_denoise_steps", "is not known. Did you mean max_denoising_steps"),
+        ("masked", "max_denoising_steps", '"diffusion_max_steps": ...'),
+    ],
+)
+def test_settings_that_generation_settings_do_not_have(
+    request: pytest.FixtureRequest, family: str, name: str, complaint: str
+) -> None:
+    """vLLM ignores names it does not know there."""
+    create: Configure = request.getfixturevalue(family)
+    with pytest.raises(ValueError, match=re.escape(f"{name} in --override-generation-config")) as e:
+        create(override_generation_config={name: 2})
+    assert complaint in str(e.value)
+
+
+def test_settings_that_generation_settings_have(configure: Configure, masked: Configure) -> None:
+    for name, value in {"t_max": 0.9, "max_denoising_steps": 2, "top_k": 5, "mine": 1}.items():
+        configure(override_generation_config={name: value})
+    masked(override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
 
 
 @pytest.mark.parametrize(("options", "length"), [({}, 4), ({"canvas_length": 8}, 8)])
