@@ -110,6 +110,31 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
 
 
 @pytest.mark.parametrize(
+    ("family", "name", "complaint"),
+    [
+        ("configure", "entropy_bound", '"diffusion_entropy_bound": ...'),
+        ("configure", "diffusion_max_steps", '"diffusion_max_steps": ...'),
+        ("configure", "max_denoise_steps", "is not known. Did you mean max_denoising_steps"),
+        ("masked", "max_denoising_steps", '"diffusion_max_steps": ...'),
+    ],
+)
+def test_settings_that_generation_settings_do_not_have(
+    request: pytest.FixtureRequest, family: str, name: str, complaint: str
+) -> None:
+    """vLLM ignores names it does not know there."""
+    create: Configure = request.getfixturevalue(family)
+    with pytest.raises(ValueError, match=re.escape(f"{name} in --override-generation-config")) as e:
+        create(override_generation_config={name: 2})
+    assert complaint in str(e.value)
+
+
+def test_settings_that_generation_settings_have(configure: Configure, masked: Configure) -> None:
+    for name, value in {"t_max": 0.9, "max_denoising_steps": 2, "top_k": 5, "mine": 1}.items():
+        configure(override_generation_config={name: value})
+    masked(override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
+
+
+@pytest.mark.parametrize(
     ("options", "length"), [(None, 4), ({}, 4), ({"canvas_length": 8}, 8)], ids=str
 )
 def test_a_canvas_is_the_blocks_in_flight(

@@ -33,6 +33,8 @@ _EXAMPLES: dict[str, Any] = {
     "confidence_threshold": 0.005,
     "sampler_config": {"_cls_name": ENTROPY_BOUND_SAMPLER, "entropy_bound": 0.1},
 }
+GENERATION_SETTINGS = _EXAMPLES.keys()
+"""The names of the settings in `generation_config.json`."""
 
 
 @settings

@@ -1,10 +1,13 @@
 """Start-up checks of what no diffusion model can be served with."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from vllm.config import VllmConfig
 
+from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
+from vllm_dllm.requests.options import KEYS, PREFIX
 
 
 def check_pipeline(vllm_config: VllmConfig) -> None:
@@ -61,6 +64,25 @@ def check_stop_tokens(vllm_config: VllmConfig) -> None:
                     f"eos_token_id in {file} must be a token id, or several, from 0 to "
                     f"{vocab_size - 1}, got {ids!r}: no answer would end. Correct it there."
                 )
+
+
+def check_overrides(vllm_config: VllmConfig, read: Collection[str]) -> None:
+    """Raises ValueError if `--override-generation-config` has one of our settings under a name that
+    nobody reads there. `read`: the names that are read there beside vLLM's own."""
+    for name in vllm_config.model_config.override_generation_config:
+        if name in read:
+            continue
+        key = PREFIX + normalize_name(name).removeprefix(PREFIX)
+        key = key.replace("max_denoising_steps", "max_steps")  # generation_config.json's name
+        if (mark := KEYS.get(key)) is not None and mark.by_server:
+            raise ValueError(
+                f"{name} in --override-generation-config has no effect on this model. Use "
+                f'--additional-config \'{{"vllm_dllm": {{"defaults": {{"{key}": ...}}}}}}\'.'
+            )
+        if near := nearest_name(name, read, likeness=0.85):
+            raise ValueError(
+                f"{name} in --override-generation-config is not known. Did you mean {near}?"
+            )
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:

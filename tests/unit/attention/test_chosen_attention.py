@@ -108,6 +108,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
         (serving_config, "limit_prompt_chunks"),
         (serving_config.checks, "check_pipeline"),
         (serving_config.checks, "check_token_budget"),
+        (serving_config.checks, "check_overrides"),
         (serving_config, "read_denoise_config"),
         (serving_config.num_requests, "default_max_num_seqs"),
         (serving_config.cuda_graphs, "choose_capture_sizes"),
