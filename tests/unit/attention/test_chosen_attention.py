@@ -104,6 +104,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
     monkeypatch.setattr(serving_config, "current_platform", gpu)
     for owner, name in (
+        (serving_config, "fill_in_canvas_length"),
         (serving_config, "set_scheduler_and_worker"),
         (serving_config, "limit_prompt_chunks"),
         (serving_config.checks, "check_pipeline"),
