@@ -49,6 +49,15 @@ def configure(tmp_path_factory: pytest.TempPathFactory) -> Configure:
     return create
 
 
+def test_a_scheduler_of_the_users_knows_canvases(configure: Configure) -> None:
+    """vLLM's own for diffusion models may be asked for. With others, requests waited for ever."""
+    module = "vllm.v1.core.sched"
+    configure(scheduler_cls=f"{module}.diffusion_scheduler.DiffusionAsyncScheduler")
+    configure(scheduler_cls=scheduler.CanvasScheduler)
+    with pytest.raises(ValueError, match=r"scheduler_cls must be a subclass of vllm.*, got 'vllm"):
+        configure(scheduler_cls=f"{module}.async_scheduler.AsyncScheduler")
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "asynchronous"])
 def test_the_scheduler_is_picked_by_the_process_that_makes_it(
     configure: Configure, is_async: bool, monkeypatch: pytest.MonkeyPatch

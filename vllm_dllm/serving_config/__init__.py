@@ -240,10 +240,13 @@ def set_attention_backend(vllm_config: VllmConfig) -> None:
 
 def set_scheduler_and_worker(vllm_config: VllmConfig) -> None:
     """Sets the scheduler and the worker of diffusion models in `vllm_config`, in place, unless the
-    user named others. On CPUs it leaves the worker alone."""
+    user named others. On CPUs it leaves the worker alone. Raises ValueError for a scheduler that
+    does not know canvases."""
     scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
     if scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = SCHEDULER
+    else:
+        checks.check_scheduler(scheduler_config)
     # On CPUs `cpu.install` names the worker, for drafters too.
     if parallel_config.worker_cls == "auto" and current_platform.is_cuda_alike():
         parallel_config.worker_cls = GPU_WORKER

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 
 from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
@@ -34,6 +34,20 @@ def check_sampler_options(vllm_config: VllmConfig) -> None:
                 f"{option} is not possible with a diffusion model, got {value!r}: it is for "
                 f"models that write one token after another. Leave it out."
             )
+
+
+def check_scheduler(scheduler_config: SchedulerConfig) -> None:
+    """Raises ValueError for a scheduler class that is not one of vLLM's for diffusion models, which
+    alone schedule a canvas in one piece: requests would wait for ever."""
+    from vllm_dllm.compat.scheduler import StockDiffusionScheduler  # imports the engine
+
+    scheduler_cls = scheduler_config.get_scheduler_cls()
+    if isinstance(scheduler_cls, type) and not issubclass(scheduler_cls, StockDiffusionScheduler):
+        raise ValueError(
+            f"scheduler_cls must be a subclass of {StockDiffusionScheduler.__module__}."
+            f"{StockDiffusionScheduler.__name__} for a diffusion model, got "
+            f"{scheduler_config.scheduler_cls!r}. Leave --scheduler-cls out."
+        )
 
 
 def check_weight_files(vllm_config: VllmConfig) -> None:
