@@ -188,6 +188,13 @@ def test_cpus_read_a_cache_of_the_model_s_type(configure: Configure, masked: Con
     assert masked(kv_cache_dtype="fp8").cache_config.cache_dtype == "fp8"
 
 
+@pytest.mark.parametrize("option", [{"runner": "pooling"}, {"convert": "embed"}])
+def test_no_embeddings(configure: Configure, masked: Configure, option: dict[str, Any]) -> None:
+    for create in (configure, masked):
+        with pytest.raises(ValueError, match="runner must be generate for a diffusion model, got"):
+            create(**option)
+
+
 def test_steps_without_a_canvas_length(configure: Configure) -> None:
     config = configure(diffusion_config={"max_denoising_steps": 2}).diffusion_config
     assert (config.canvas_length, config.max_denoising_steps) == (32, 2)

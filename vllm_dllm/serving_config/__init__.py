@@ -51,7 +51,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
-        checks.check_pipeline(vllm_config)
+        checks.check_use(vllm_config)
         if current_platform.is_cpu():
             set_cpu_cache_type(vllm_config)  # before what it reads is converted
         modelopt.adapt_modelopt_config(vllm_config.model_config)
@@ -120,7 +120,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: the checkpoint or the command line says something that cannot be served.
         """
-        checks.check_pipeline(vllm_config)
+        checks.check_use(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         checks.check_overrides(vllm_config, ())
         set_canvas(vllm_config, extension.blocks_in_flight)

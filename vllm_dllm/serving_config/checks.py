@@ -10,8 +10,14 @@ from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_s
 from vllm_dllm.requests.options import KEYS, PREFIX
 
 
-def check_pipeline(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for pipeline parallelism, where one stage alone knows what is committed."""
+def check_use(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for embeddings and classes, which no diffusion model is trained for, and
+    for pipeline parallelism, where one stage alone knows what is committed."""
+    if (runner := vllm_config.model_config.runner_type) == "pooling":
+        raise ValueError(
+            f"runner must be generate for a diffusion model, got {runner}. Leave --runner and "
+            f"--convert out."
+        )
     if (size := vllm_config.parallel_config.pipeline_parallel_size) != 1:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "

@@ -107,7 +107,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
         (serving_config, "fill_in_canvas_length"),
         (serving_config, "set_scheduler_and_worker"),
         (serving_config, "limit_prompt_chunks"),
-        (serving_config.checks, "check_pipeline"),
+        (serving_config.checks, "check_use"),
         (serving_config.checks, "check_token_budget"),
         (serving_config.checks, "check_overrides"),
         (serving_config, "read_denoise_config"),
