@@ -274,15 +274,17 @@ def choose_forward(vllm_config: VllmConfig) -> None:
 
 def set_cpu_cache_type(vllm_config: VllmConfig) -> None:
     """Gives the KV cache of a CPU, in `vllm_config`, in place, the model's type if the checkpoint
-    asks for another that our attention cannot read. Raises ValueError if the user asks for it."""
+    asks for another that attention cannot read. Raises ValueError if the user asks for it."""
     masked, cache_config = MaskedConfig.if_masked(vllm_config), vllm_config.cache_config
     dtype = cache_config.cache_dtype
-    if dtype == "auto" or (masked is not None and not masked.verifies_copies):
+    reads_fp8 = masked is not None and not masked.verifies_copies  # by vLLM's attention alone
+    if dtype == "auto" or (reads_fp8 and dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")):
         return
     if dtype != resolve_kv_cache_dtype_string("auto", vllm_config.model_config):
+        readable = "auto or fp8" if reads_fp8 else "auto"
         raise ValueError(
-            f"kv_cache_dtype must be auto on a CPU, got {dtype!r}: the reference window rule and "
-            f"verified drafts read a cache of the model's type. Leave out --kv-cache-dtype."
+            f"kv_cache_dtype must be {readable} on a CPU, got {dtype!r}: attention cannot read "
+            f"another. Leave out --kv-cache-dtype."
         )
     logger.info_once("The KV cache has the model's type: on CPUs it is not quantised.")
     cache_config.cache_dtype = "auto"
