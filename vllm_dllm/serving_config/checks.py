@@ -26,13 +26,15 @@ def check_use(vllm_config: VllmConfig) -> None:
 
 
 def check_sampler_options(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for options that only vLLM's own samplers know, and for the experts of each
-    token: vLLM asserts that a step emits what it computes, which ends the engine."""
+    """Raises ValueError for options that only vLLM's own samplers know, and for two with which an
+    assertion of vLLM's would end the engine: the experts of each token, and prefills that skip
+    layers, at a request for `prompt_logprobs`."""
     model_config, drafts = vllm_config.model_config, vllm_config.speculative_config
     for option, value in (
         ("speculative_config", drafts and drafts.method),
         ("logits_processors", model_config.logits_processors),
         ("enable_trace_replay", model_config.enable_trace_replay),
+        ("kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("enable_return_routed_experts", vllm_config.aux_output_config.enabled),
     ):
         if value:
