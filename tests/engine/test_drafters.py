@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests import tolerances
 from tests.engine.conftest import chat_tokens
-from tests.engine.drafters import DRAFTER, TARGET, make_dflash2, serve, started
+from tests.engine.drafters import DRAFTER, TARGET, ask, make_dflash2, serve, started
 from tests.engine.one_step import is_best_guess
 from tests.engine.rounding import add_noise
 from tests.paths import CHECKPOINTS
@@ -288,6 +288,19 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     assert len(placed) == 20_000
     observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
     assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE
+
+
+def test_weights_that_nobody_trained_and_none_that_a_trainer_sends() -> None:
+    """Dummy weights are answered with. A trainer's are refused, since CPU kernels have packed the
+    old ones: vLLM would take the old ones away first, and every later step would fail."""
+    asked = {"prompts": chat_prompts()[:2], "sampling": GREEDY | {"ignore_eos": True}}
+    with started(engine(load_format="dummy", weight_transfer_config={"backend": "ipc"})) as llm:
+        before = ask(llm, asked)["tokens"]
+        assert [len(answer) for answer in before] == [128, 128]
+        for begin in (llm.start_weight_update, llm.start_draft_weight_update):
+            with pytest.raises(ValueError, match="cannot be reloaded on CPUs"):
+                begin()
+        assert ask(llm, asked)["tokens"] == before
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,16 @@ class DFlashHooks(FiniteStatesSpeculator):
 
 
 class KeyNormOfEachLayer(DFlashQwen3Model):
-    """vLLM's DFlash model, with the right norm of context keys on CPUs."""
+    """vLLM's DFlash model, with the right norm of context keys on CPUs, where it also takes dummy
+    weights."""
+
+    def _build_context_kv_buffers(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps weights of the context's keys and values, in place. With `--load-format dummy` vLLM
+        does so at the first forward, when CPU kernels have packed the weights and left them empty:
+        then each layer is computed by itself, as quantised ones are."""
+        super()._build_context_kv_buffers(*args, **kwargs)
+        if self._fused_kv_weight is not None and self._fused_kv_weight.numel() == 0:
+            self._fused_kv_weight = None
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """Returns the normed keys [L, num_tokens, num_kv_heads, head_size] of all L layers. vLLM's

@@ -71,6 +71,8 @@ class TritonFreeCPUWorker(CPUWorker):
             "server with the other weights."
         )
 
+    start_weight_update = start_draft_weight_update = reload_weights  # a trainer's, over vLLM's API
+
     def determine_available_memory(self) -> int:
         """Returns the size of the KV cache in bytes. Warms the model up first, as vLLM does, to
         count the memory that it takes. Raises ValueError if the longest request does not fit."""

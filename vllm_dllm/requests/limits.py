@@ -129,7 +129,15 @@ def check_numbers(params: SamplingParams) -> None:
 
 def check_sampler_limits(params: SamplingParams) -> None:
     """Checks a request for a model that vLLM's sampler serves, once its bad words are tokens.
-    Raises VLLMValidationError for a list of tokens for which the sampler has no room."""
+    Raises VLLMValidationError for a list of tokens for which the sampler has no room, and for
+    logprob_token_ids, which vLLM's verification of drafts does not score."""
+    if params.logprob_token_ids and params.max_tokens != 1:  # which is not drafted
+        raise VLLMValidationError(
+            "logprob_token_ids must be left out with a drafter unless max_tokens is 1, got "
+            f"max_tokens = {params.max_tokens}: tokens of a draft would have no scores. Ask for "
+            "logprobs.",
+            parameter="logprob_token_ids",
+        )
     stops = params.all_stop_token_ids if params.min_tokens > 0 else ()
     bad_words = sum(map(len, params.bad_words_token_ids or ()))
     for key, count, most, remedy in (

@@ -389,10 +389,16 @@ def test_a_target_has_no_options() -> None:
     request = SimpleNamespace(sampling_params=params)
     assert admit_target(params, lambda params: request) is request
     assert params.extra_args == {"theirs": 1}
-    for wrong in ({"repetition_penalty": 1e300}, {"allowed_token_ids": [7] * 1025}):
+    for wrong in (
+        {"repetition_penalty": 1e300},
+        {"allowed_token_ids": [7] * 1025},
+        {"logprob_token_ids": [7], "max_tokens": 2},
+    ):
         request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
         with pytest.raises(VLLMValidationError):
             admit_target(params, lambda params, request=request: request)
+    scored = SimpleNamespace(sampling_params=SamplingParams(logprob_token_ids=[7], max_tokens=1))
+    assert admit_target(params, lambda params: scored) is scored
 
 
 FAST_DLLM = FAMILIES["Fast_dLLM_QwenForCausalLM"]
