@@ -157,6 +157,8 @@ class KeyNormOfEachLayer(DFlashQwen3Model):
     """vLLM's DFlash model, with the right norm of context keys on CPUs, where it also takes dummy
     weights."""
 
+    _fused_kv_weight: torch.Tensor | None
+
     def _build_context_kv_buffers(self, *args: Any, **kwargs: Any) -> None:
         """Keeps weights of the context's keys and values, in place. With `--load-format dummy` vLLM
         does so at the first forward, when CPU kernels have packed the weights and left them empty:
