@@ -290,7 +290,7 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE
 
 
-def test_weights_that_nobody_trained_and_none_that_a_trainer_sends() -> None:
+def test_dummy_weights_and_weight_updates() -> None:
     """Dummy weights are answered with. A trainer's are refused, since CPU kernels have packed the
     old ones: vLLM would take the old ones away first, and every later step would fail."""
     asked = {"prompts": chat_prompts()[:2], "sampling": GREEDY | {"ignore_eos": True}}

@@ -132,7 +132,7 @@ def test_images_that_are_not_scaled(
     for number in (math.nan, math.inf, 1e30):  # what such an image left in the cache stayed there
         dark = np.full((24, 24, 3), number, dtype=np.float32)
         odd = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": [dark]}}
-        with pytest.raises(VLLMValidationError, match="numbers from 0 to 255, got "):
+        with pytest.raises(VLLMValidationError, match="colours, from 0 to 255, got "):
             served.llm.generate(odd, use_tqdm=False)
 
 

@@ -368,7 +368,7 @@ def ends_of_edits(found: Trajectory) -> tuple[int, int]:
 
 def test_published_weights_are_in_bf16(engine: GetEngine, made: GetMade) -> None:
     """Requests of every other length leave first, so that the others' slots lie apart. The first
-    steps are of prompts alone."""
+    steps are of prompts alone, which ended processes with AMX."""
     model = engine(made("SDAR", 4).checkpoint, dtype="bfloat16", max_num_batched_tokens=24)
     prompts = prompts_of(4)
     lengths = [40, 8, 40, 8, 40]

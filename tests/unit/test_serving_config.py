@@ -124,7 +124,10 @@ def test_cached_pages_hold_whole_blocks_on_gpus(
         ("configure", "entropy_bound", '"diffusion_entropy_bound": ...'),
         ("configure", "diffusion_max_steps", '"diffusion_max_steps": ...'),
         ("configure", "max_denoise_steps", "is not known. Did you mean max_denoising_steps"),
+        ("configure", "edit_steps", "has no effect on this model. Leave it out."),
         ("masked", "max_denoising_steps", '"diffusion_max_steps": ...'),
+        ("masked", "t_max", "has no effect on this model. Leave it out."),
+        ("masked", "sampler_config", "has no effect on this model. Leave it out."),
     ],
 )
 def test_settings_that_generation_settings_do_not_have(
@@ -186,6 +189,8 @@ def test_cpus_read_a_cache_of_the_model_s_type(configure: Configure, masked: Con
         with pytest.raises(ValueError, match="kv_cache_dtype must be auto on a CPU, got 'fp8'"):
             ours(kv_cache_dtype="fp8", **options)
     assert masked(kv_cache_dtype="fp8").cache_config.cache_dtype == "fp8"
+    assert masked(dtype="bfloat16", kv_cache_dtype="bfloat16").cache_config.cache_dtype != "auto"
+    configure(dtype="bfloat16", kv_cache_dtype="bfloat16")
     for dtype in ("float16", "int8_per_token_head"):  # vLLM's CPU attention would misread them
         with pytest.raises(ValueError, match=f"must be auto or fp8 on a CPU, got '{dtype}'"):
             masked(kv_cache_dtype=dtype)

@@ -221,7 +221,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         """Returns the vision tower's inputs, made of a prompt's images and videos.
 
         Raises VLLMValidationError if the request has processor options of its own, or an image has
-        a wrong size or numbers that are no colours.
+        a wrong size or values that are not colours.
         """
         check_no_processor_options(options)
         made: dict[str, Any] = {}

@@ -95,12 +95,12 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
                     f"own token and those of its block. Leave it out.",
                     parameter=name,
                 )
+    if options.read_only:
+        params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
+    request = resolve(params)  # refuses budgets without a reasoning parser
     if params.thinking_token_budget is not None:
         # Not refused: Anthropic's clients that ask for thinking cannot leave it out.
         logger.warning_once("thinking_token_budget is ignored by diffusion models.")
-    if options.read_only:
-        params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
-    request = resolve(params)
     resolved = request.sampling_params
     check_numbers(resolved)
     check_allowed_tokens(resolved, is_constrained=options.constrained)

@@ -68,13 +68,13 @@ def check_image_size(width: int, height: int, unit: int, max_tokens: int) -> Non
 def check_pixels(
     patches: torch.Tensor,  # of any shape
 ) -> torch.Tensor:
-    """Returns the patches of images. Raises VLLMValidationError for arrays whose numbers are no
+    """Returns the patches of images. Raises VLLMValidationError for arrays whose values are not
     colours. A NaN would stay in the KV cache, where attention multiplies it by 0 when later
     requests reuse the block: their answers would be wrong."""
     if not (patches.abs() <= 255).all():  # False for NaN
         raise VLLMValidationError(
-            f"The array of an image must have numbers from 0 to 255, got {patches.min():g} to "
-            f"{patches.max():g} after scaling them. Correct it.",
+            f"The values of an image must be colours, from 0 to 255, got {patches.min():g} to "
+            f"{patches.max():g} after scaling. Correct them.",
             parameter="image",
         )
     return patches

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm_dllm.attention import gpu_backend
 from vllm_dllm.compat.ending import limit_interrupted_start
 from vllm_dllm.config.architectures import family_of
-from vllm_dllm.config.denoise import GENERATION_SETTINGS, read_denoise_config
+from vllm_dllm.config.denoise import read_denoise_config
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.files import check_file
 from vllm_dllm.config.masked import MaskedConfig, check_asked_blocks, check_verified
@@ -76,7 +76,7 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         # Read again by the worker. Read here, too, so that a mistake ends the start at once.
         read_denoise_config(vllm_config)
-        checks.check_overrides(vllm_config, GENERATION_SETTINGS)
+        checks.check_overrides(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         if extension.blocks_in_flight > 1:
             raise ValueError(
@@ -122,7 +122,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         """
         checks.check_use(vllm_config)
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        checks.check_overrides(vllm_config, ())
+        checks.check_overrides(vllm_config)
         set_canvas(vllm_config, extension.blocks_in_flight)
         scheduler_config = vllm_config.scheduler_config
         if scheduler_config.async_scheduling is None:
@@ -277,8 +277,9 @@ def set_cpu_cache_type(vllm_config: VllmConfig) -> None:
     asks for another that attention cannot read. Raises ValueError if the user asks for it."""
     masked, cache_config = MaskedConfig.if_masked(vllm_config), vllm_config.cache_config
     dtype = cache_config.cache_dtype
-    reads_fp8 = masked is not None and not masked.verifies_copies  # by vLLM's attention alone
-    if dtype == "auto" or (reads_fp8 and dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")):
+    own_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    reads_fp8 = masked is not None and not masked.verifies_copies  # with vLLM's own attention
+    if dtype in ("auto", own_dtype) or (reads_fp8 and dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")):
         return
     if dtype != resolve_kv_cache_dtype_string("auto", vllm_config.model_config):
         readable = "auto or fp8" if reads_fp8 else "auto"

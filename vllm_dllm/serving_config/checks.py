@@ -1,11 +1,12 @@
 """Start-up checks of what no diffusion model can be served with."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 from vllm.config import SchedulerConfig, VllmConfig
 
+from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.checks import nearest_name, normalize_name
+from vllm_dllm.config.denoise import GENERATION_SETTINGS
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
 from vllm_dllm.requests.options import KEYS, PREFIX
 
@@ -39,8 +40,7 @@ def check_sampler_options(vllm_config: VllmConfig) -> None:
     ):
         if value:
             raise ValueError(
-                f"{option} is not possible with a diffusion model, got {value!r}: it is for "
-                f"models that write one token after another. Leave it out."
+                f"{option} is not possible with a diffusion model, got {value!r}. Leave it out."
             )
 
 
@@ -88,20 +88,29 @@ def check_stop_tokens(vllm_config: VllmConfig) -> None:
                 )
 
 
-def check_overrides(vllm_config: VllmConfig, read: Collection[str]) -> None:
+def check_overrides(vllm_config: VllmConfig) -> None:
     """Raises ValueError if `--override-generation-config` has one of our settings under a name that
-    nobody reads there. `read`: the names that are read there beside vLLM's own."""
-    for name in vllm_config.model_config.override_generation_config:
-        if name in read:
+    this model does not read there."""
+    model_config = vllm_config.model_config
+    family = family_of(model_config.architecture, model_config.hf_config)
+    for name in model_config.override_generation_config:
+        if family is None and name in GENERATION_SETTINGS:
             continue
         key = PREFIX + normalize_name(name).removeprefix(PREFIX)
         key = key.replace("max_denoising_steps", "max_steps")  # generation_config.json's name
-        if (mark := KEYS.get(key)) is not None and mark.by_server:
+        mark = KEYS.get(key)
+        is_of_model = mark is not None and (mark.uniform if family is None else mark.masked)
+        near = nearest_name(name, GENERATION_SETTINGS, likeness=0.85)
+        if mark is not None and mark.by_server and is_of_model:
             raise ValueError(
                 f"{name} in --override-generation-config has no effect on this model. Use "
                 f'--additional-config \'{{"vllm_dllm": {{"defaults": {{"{key}": ...}}}}}}\'.'
             )
-        if near := nearest_name(name, read, likeness=0.85):
+        if mark is not None or (near and family is not None):
+            raise ValueError(
+                f"{name} in --override-generation-config has no effect on this model. Leave it out."
+            )
+        if near:
             raise ValueError(
                 f"{name} in --override-generation-config is not known. Did you mean {near}?"
             )

@@ -90,8 +90,9 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
     server answers within `timeout_s` seconds, the answer is an error or no list of metrics, or
     `url` is no URL."""
     samples: dict[str, list[tuple[Labels, float]]] = {}
+    client = _client(url.partition(":")[0])
     try:
-        answer = _client().get(f"{url}/metrics", timeout=timeout_s)
+        answer = client.get(f"{url}/metrics", timeout=timeout_s)
         for family in text_string_to_metric_families(answer.raise_for_status().text):
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
@@ -129,14 +130,20 @@ def scrape_canvases(url: str) -> Scrape:
 
 
 @functools.cache
-def _client() -> httpx.Client:
-    """Returns the HTTP client of this process, made once because that takes 50 ms. Of the
-    environment it reads certificates to trust (`SSL_CERT_FILE`), but no proxies. It keeps no
-    connection open, because the server may restart."""
+def _client(scheme: str) -> httpx.Client:
+    """Returns this process's HTTP client for URLs of a scheme, made once because that takes 50 ms.
+    Of the environment it reads certificates to trust (`SSL_CERT_FILE`) for https, but no proxies.
+    It keeps no connection open, because the server may restart. Raises InputError for certificates
+    that cannot be read."""
+    try:
+        verify = httpx.create_ssl_context(trust_env=True) if scheme == "https" else False
+    except OSError as error:
+        raise InputError(
+            f"SSL_CERT_FILE and SSL_CERT_DIR must name certificates that can be read, got "
+            f"'{error}'. Correct them or leave them out."
+        ) from error
     return httpx.Client(
-        trust_env=False,
-        verify=httpx.create_ssl_context(trust_env=True),
-        limits=httpx.Limits(max_keepalive_connections=0),
+        trust_env=False, verify=verify, limits=httpx.Limits(max_keepalive_connections=0)
     )
 
 
@@ -192,7 +199,7 @@ def post_json(port: int, path: str, body: dict[str, object]) -> httpx.Response:
     with 200 within `ANSWER_SECONDS`."""
     url = f"http://{HOST}:{port}{path}"
     try:
-        answer = _client().post(url, json=body, timeout=ANSWER_SECONDS)
+        answer = _client(url.partition(":")[0]).post(url, json=body, timeout=ANSWER_SECONDS)
     except httpx.HTTPError as error:
         raise InputError(f"the server did not answer {path}: {error!r}") from error
     if answer.status_code != 200:

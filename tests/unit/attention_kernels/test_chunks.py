@@ -47,7 +47,7 @@ def small_batch(requests: list[Request], block_size: int = 16) -> PagedBatch:
 def cut(batch: PagedBatch, window_left: int, padding: int = 0, most: int = CHUNK) -> Chunks:
     """The batch's chunks, of at most so many queries each."""
     padded = replace(batch, query=F.pad(batch.query, (0, 0, 0, 0, 0, padding)))
-    with pytest.MonkeyPatch.context() as patch:  # no longer: others may import it meanwhile
+    with pytest.MonkeyPatch.context() as patch:  # modules imported meanwhile keep it
         patch.setattr(chunks_module, "CHUNK", most)
         chunks = Chunks.cut(padded.to(DEVICE), window_left)
     tensors = vars(chunks).items()

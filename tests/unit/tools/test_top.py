@@ -177,7 +177,11 @@ def test_a_certificate_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         url = f"https://127.0.0.1:{server.server_port}"
         monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")  # ignored
         try:
-            for trusted, found in (("", "no server answers"), (str(path), "40")):
+            for trusted, found in (
+                ("", "no server answers"),
+                ("/nowhere", "SSL_CERT_FILE and"),
+                (str(path), "40"),
+            ):
                 monkeypatch.setenv("SSL_CERT_FILE", trusted)
                 _client.cache_clear()
                 try:
