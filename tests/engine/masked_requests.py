@@ -239,7 +239,7 @@ neighbours = pytest.mark.parametrize(
         pytest.param(
             {"long_prefill_token_threshold": 7}, id="in small chunks", marks=pytest.mark.thorough
         ),
-        pytest.param({"num_gpu_blocks_override": 26, **PREEMPTED}, id="preempted"),
+        pytest.param({"num_gpu_blocks_override": 22, **PREEMPTED}, id="preempted"),
         pytest.param(BEHIND, id="behind", marks=pytest.mark.thorough),
         pytest.param(
             BEHIND | {"max_num_seqs": 1}, id="behind, one at a time", marks=pytest.mark.thorough
