@@ -132,11 +132,11 @@ def scrape_canvases(url: str) -> Scrape:
 @functools.cache
 def _client(scheme: str) -> httpx.Client:
     """Returns this process's HTTP client for URLs of a scheme, made once because that takes 50 ms.
-    Of the environment it reads certificates to trust (`SSL_CERT_FILE`) for https, but no proxies.
-    It keeps no connection open, because the server may restart. Raises InputError for certificates
-    that cannot be read."""
+    Of the environment it reads certificates to trust (`SSL_CERT_FILE`), which http does not need,
+    but no proxies. It keeps no connection open, because the server may restart. Raises InputError
+    for certificates that cannot be read."""
     try:
-        verify = httpx.create_ssl_context(trust_env=True) if scheme == "https" else False
+        verify = False if scheme == "http" else httpx.create_ssl_context(trust_env=True)
     except OSError as error:
         raise InputError(
             f"SSL_CERT_FILE and SSL_CERT_DIR must name certificates that can be read, got "
