@@ -203,7 +203,7 @@ def assignments(file: Path) -> Iterator[int]:
         if isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr":
-            targets = [ast.Attribute(node.args[0])]
+            targets = [ast.Attribute(node.args[0], "")]
         for target in targets:
             inner, depth = target, 0
             while isinstance(inner, ast.Attribute | ast.Subscript):
