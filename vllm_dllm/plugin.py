@@ -83,13 +83,18 @@ def _install_admission() -> None:
     from vllm_dllm.compat import admission, http, usage
     from vllm_dllm.compat.patching import is_server
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
-    from vllm_dllm.requests.http import check_request_body, refuse_beam_search, wrong_type_error
+    from vllm_dllm.requests.http import (
+        check_request_body,
+        check_scoring_body,
+        refuse_beam_search,
+        wrong_type_error,
+    )
     from vllm_dllm.requests.prediction import make_accepted_token_counter
 
     admission.set_admission(
         (DIFFUSION_GEMMA, *FAMILIES), ServedModel.from_config, admit, admit_target
     )
-    http.check_bodies(check_request_body, wrong_type_error)
+    http.check_bodies(check_request_body, check_scoring_body, wrong_type_error)
     http.admit_before_streams(make_accepted_token_counter)
     http.set_beam_search_check(refuse_beam_search)
     usage.patch_usage()

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests import tolerances
 from tests.engine.conftest import chat_tokens
-from tests.engine.drafters import DRAFTER, TARGET, ask, make_dflash2, serve, started
+from tests.engine.drafters import DRAFTER, TARGET, Recorder, ask, make_dflash2, serve, started
 from tests.engine.one_step import is_best_guess
 from tests.engine.rounding import add_noise
 from tests.paths import CHECKPOINTS
@@ -288,6 +289,49 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     assert len(placed) == 20_000
     observed = torch.histc(placed, bins=40, min=0.0, max=1.0)
     assert stats.chisquare(observed.numpy()).pvalue > tolerances.P_VALUE
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows_at_once"),
+    [("raw_logprobs", 999), ("processed_logprobs", 20), ("raw_logits", 999)],
+)
+def test_named_tokens_are_scored_beside_drafts(
+    monkeypatch: pytest.MonkeyPatch, mode: str, rows_at_once: int
+) -> None:
+    """The tokens of `logprob_token_ids`, at each token of an answer. Other requests of the step
+    want drafts verified, the most probable tokens, or one token and nothing else."""
+    monkeypatch.setattr(rejection_sampler, "get_max_chunk_logits", lambda size: rows_at_once)
+    prompts, named = chat_prompts()[:12], [3, 7, 400]
+    wanted: list[dict[str, Any]] = [
+        {"logprob_token_ids": named, "max_tokens": 1},
+        {"logprob_token_ids": named[:2], "max_tokens": 20},
+        {"logprobs": 4, "max_tokens": 20},
+        {"max_tokens": 40},
+    ]
+    asked = [wanted[i % len(wanted)] for i in range(len(prompts))]
+    params = [SamplingParams(temperature=0, ignore_eos=True, **each) for each in asked]
+    with started(engine(logprobs_mode=mode, max_num_seqs=5)) as llm:
+        recorder = Recorder(llm)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        assert max(max(lengths) for lengths in recorder.emitted.values()) > 4
+    target = load_target(TARGET, "cpu")
+    for prompt, each, output in zip(prompts, asked, outputs, strict=True):
+        answer = output.outputs[0]
+        with torch.no_grad():
+            rows = target.model(torch.tensor([prompt + list(answer.token_ids)])).logits[0]
+        rows = rows[len(prompt) - 1 : -1]
+        rows = rows if mode == "raw_logits" else rows.log_softmax(-1)
+        if set(each) == {"max_tokens"}:
+            assert not answer.logprobs
+            continue
+        scores = answer.logprobs
+        assert scores is not None and len(scores) == len(answer.token_ids) == each["max_tokens"]
+        for token, row, score in zip(answer.token_ids, rows, scores, strict=True):
+            tokens = each.get("logprob_token_ids") or row.topk(each["logprobs"]).indices.tolist()
+            assert set(score) == {token, *tokens}
+            for scored, found in score.items():
+                assert abs(found.logprob - row[scored].item()) < tolerances.LOGIT
 
 
 def test_dummy_weights_and_weight_updates() -> None:

@@ -20,6 +20,8 @@ ROUTES = {
     *(MESSAGES, "/v1/responses", INVOCATIONS),
 }
 """Routes that generate answers and take a JSON body."""
+SCORING_ROUTES = {"/generative_scoring", "/v1/systemone", "/v1/decisions"}
+"""Routes that read probabilities of a few tokens and take a JSON body. vLLM 0.33 added the last."""
 
 
 class _MessageError(Exception):
@@ -78,10 +80,15 @@ def _is_server_error(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], VLLMClientError))
 
 
-def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exception]) -> None:
+def check_bodies(
+    check: Callable[..., None],
+    check_scoring: Callable[[dict[str, Any]], None],
+    complain: Callable[[str, Any], Exception],
+) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
-    request to a diffusion model before vLLM parses it. It may change the body, or raise vLLM's
-    errors of clients. Repeatable; does nothing in a process that is no server.
+    request to a diffusion model before vLLM parses it, or `check_scoring(body)` on
+    `SCORING_ROUTES`. They may change the body, or raise vLLM's errors of clients. Repeatable; does
+    nothing in a process that is no server.
 
     vLLM's own checks of a body come before those of its types: a number where they expect an object
     ends in HTTP 500. The error that `complain(parameter, value)` returns is answered instead.
@@ -97,11 +104,17 @@ def check_bodies(check: Callable[..., None], complain: Callable[[str, Any], Exce
         `check`; on `/v1/messages` wraps it in a _MessageError."""
         await validate_json_request(raw_request)
         state, route = raw_request.app.state, raw_request.scope["route"]
-        if route.path not in ROUTES or not state.vllm_config.model_config.is_diffusion:
+        if route.path not in ROUTES | SCORING_ROUTES:
+            return
+        if not state.vllm_config.model_config.is_diffusion:
             return
         count_http_request()
         # The same object that the route's parameter is made of.
-        if isinstance(body := await raw_request.json(), dict):
+        if not isinstance(body := await raw_request.json(), dict):
+            return
+        if route.path in SCORING_ROUTES:
+            check_scoring(body)
+        else:
             renderer = state.online_renderer
             parser = renderer.parser and renderer.parser.tool_parser_cls
             try:

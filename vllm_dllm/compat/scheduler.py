@@ -1,7 +1,6 @@
 """vLLM's scheduler, with some of its steps open to subclasses."""
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -261,14 +260,6 @@ def num_tokens_in_flight(request: Request, num_kept: int) -> int:
     # vLLM's asynchronous scheduler takes the kept tokens off its placeholders only after this hook.
     # The other one has no placeholders.
     return max(request.num_output_placeholders - num_kept, 0)
-
-
-def http_request_id(request_id: str) -> str:
-    """Returns the part of a request's id that all requests of the same HTTP request share."""
-    parent = re.sub(r"^\d+_", "", request_id)  # without the number of one of n answers
-    prompt = parent.rpartition("-")[0] or parent  # without the random end
-    # The id of a completion ends with the number of its prompt.
-    return re.sub(r"-\d+$", "", prompt) if prompt.startswith("cmpl-") else prompt
 
 
 StockDiffusionScheduler = diffusion_scheduler.DiffusionScheduler

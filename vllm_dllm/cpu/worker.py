@@ -15,6 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.rejection_sampler import score_named_tokens
 from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits, refuse_vocabulary_adapters
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
 from vllm_dllm.config.workers import SPECULATORS
@@ -55,6 +56,7 @@ class TritonFreeCPUWorker(CPUWorker):
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
+        score_named_tokens(self.model_runner)
         if self.model_config.is_diffusion:
             reuse_step_inputs(self.model_runner)
         self._threads = cores.make_step_threads(

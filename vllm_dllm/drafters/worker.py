@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.rejection_sampler import score_named_tokens
 from vllm_dllm.compat.runner import refuse_vocabulary_adapters
 from vllm_dllm.config.workers import SPECULATORS
 
@@ -20,11 +21,12 @@ class DraftWorker(Worker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads the model. Has the runner refuse LoRA adapters of the vocabulary, and score only
-        rows of a prompt."""
+        """Loads the model. Has the runner refuse LoRA adapters of the vocabulary, score only rows
+        of a prompt, and score the tokens of `logprob_token_ids` beside drafts, too."""
         refuse_vocabulary_adapters(self.model_runner)
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
+        score_named_tokens(self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Passes the draft widths to the speculator, and runs the step."""

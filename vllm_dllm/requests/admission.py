@@ -23,6 +23,7 @@ from vllm_dllm.requests.limits import (
     check_request_limits,
     check_sampler_limits,
     check_token_limits,
+    http_request_name,
 )
 from vllm_dllm.requests.options import (
     PREFIX,
@@ -154,12 +155,12 @@ def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions
 
 def _complete_options(options: RequestOptions, tokenizer: Any) -> RequestOptions:
     """Returns the options with values that follow from others."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"http_request": http_request_name()}
     if options.mode == "autoregressive":
         changes["canvas_length"] = 1  # the token that is known
     if isinstance(options.prediction, str):
         changes["prediction"] = encode_prediction(options.prediction, tokenizer)
-    return replace(options, **changes) if changes else options
+    return replace(options, **changes)
 
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ _CONTENT_NAMES = frozenset(
     {
         *("messages", "prompt", "input", "instructions", "system", "documents", "metadata"),
         *("tools", "functions", "response_format", "structured_outputs", "text", "prediction"),
+        *("state", "questions", "query", "items"),
     }
 )
 """Fields with a user's own content. Names inside of them may be any, and are not checked."""
@@ -40,7 +41,13 @@ def check_request_body(
     """
     begin_http_request()
     for place, name in _names_in_body(body):
-        _check_place(place, name)
+        if (key := _find_key(name)) is not None:
+            raise VLLMValidationError(
+                f"{name} belongs in vllm_xargs, got it in {place or 'the body'}. Write "
+                f'"vllm_xargs": {{"{key}": ...}}; with the OpenAI client, '
+                f'extra_body={{"vllm_xargs": {{"{key}": ...}}}}.',
+                parameter=name,
+            )
     if isinstance(keys := body.get("vllm_xargs"), dict):
         _check_xargs(keys)
     if body.get("use_beam_search"):
@@ -49,6 +56,24 @@ def check_request_body(
     # Completions have no tools: vLLM ignores that name in them.
     if body.get("tools") and "prompt" not in body:
         _check_tool_choice(body.get("tool_choice"), parses_tool_calls, forces_tool_calls)
+
+
+def check_scoring_body(body: dict[str, Any]) -> None:
+    """Checks the body of a request for scores, on a route that takes no keys of ours, before vLLM
+    reads it. Begins an HTTP request for `limits`, whose prompts do not add up: a score is not an
+    answer.
+
+    Raises:
+        VLLMValidationError: answered with HTTP 400; says what came and what to do.
+    """
+    begin_http_request(adds_up=False)
+    names = [name for _, name in _names_in_body(body) if _find_key(name) is not None]
+    if "vllm_xargs" in body:
+        names.append("vllm_xargs")
+    if names:
+        raise VLLMValidationError(
+            f"{names[0]} has no effect on a request for scores. Leave it out.", parameter=names[0]
+        )
 
 
 def refuse_beam_search() -> None:
@@ -82,13 +107,13 @@ def _names_in_body(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
             yield from _names_in_body(inner, f"{place}.{name}" if place else name)
 
 
-def _check_place(place: str, name: str) -> None:
-    """Raises VLLMValidationError if a name outside of `vllm_xargs` is one of our settings or keys,
-    or nearly so. `place` is the path of the object that has the name; "" is the body itself."""
+def _find_key(name: str) -> str | None:
+    """Returns the key of a request that a name outside of `vllm_xargs` is, or nearly is; None if it
+    is none. Raises VLLMValidationError if it is a setting of ours."""
     ours = normalize_name(name)
     ours = _OTHER_NAMES.get(ours, ours)
     if ours in _COMMON_NAMES:
-        return
+        return None
     if ours == SECTION or (
         ours in ExtensionConfig.__annotations__ and f"{PREFIX}{ours}" not in KEYS
     ):
@@ -99,15 +124,8 @@ def _check_place(place: str, name: str) -> None:
         )
     key = f"{PREFIX}{ours.removeprefix(PREFIX)}"
     if ours.startswith(PREFIX):
-        key = nearest_name(key, KEYS) or key
-    elif key not in KEYS:
-        return
-    raise VLLMValidationError(
-        f"{name} belongs in vllm_xargs, got it in {place or 'the body'}. Write "
-        f'"vllm_xargs": {{"{key}": ...}}; with the OpenAI client, '
-        f'extra_body={{"vllm_xargs": {{"{key}": ...}}}}.',
-        parameter=name,
-    )
+        return nearest_name(key, KEYS) or key
+    return key if key in KEYS else None
 
 
 def _check_xargs(keys: dict[str, Any]) -> None:

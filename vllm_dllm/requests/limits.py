@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.utils import random_uuid
 
 from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS
 from vllm_dllm.config.checks import MAX_COUNT
@@ -22,20 +23,35 @@ from vllm_dllm.requests.options import RequestOptions
 
 
 @dataclass
-class _Total:
-    """Sums over the prompts of one HTTP request."""
+class _HttpRequest:
+    """One HTTP request, and sums over its prompts."""
 
+    name: str | None = None
+    adds_up: bool = False
     answers: int = 0
     prompt_logprobs: int = 0
 
 
-_total: ContextVar[_Total | None] = ContextVar("of this task's HTTP request", default=None)
+_http_request: ContextVar[_HttpRequest | None] = ContextVar("of this task", default=None)
 
 
-def begin_http_request() -> None:
-    """Starts the sums over an HTTP request at 0. The current task, or its children, admit the
-    prompts of this request from now on."""
-    _total.set(_Total())
+def begin_http_request(*, adds_up: bool = True) -> None:
+    """Names an HTTP request, and starts the sums over its prompts at 0. The current task, or its
+    children, admit the prompts of this request from now on. Without `adds_up`, limits apply to each
+    prompt alone."""
+    _http_request.set(_HttpRequest(random_uuid(), adds_up))
+
+
+def http_request_name() -> str | None:
+    """Returns the name of the HTTP request that this task serves; None if it serves none."""
+    request = _http_request.get()
+    return request and request.name
+
+
+def _sums() -> _HttpRequest:
+    """Returns the sums that the next prompt adds to."""
+    request = _http_request.get()
+    return request if request and request.adds_up else _HttpRequest()
 
 
 def check_request_limits(
@@ -43,7 +59,7 @@ def check_request_limits(
 ) -> None:
     """Checks the parameters of one prompt as the client sent them, and adds its answers to those of
     its HTTP request. Raises VLLMValidationError if they exceed a limit."""
-    total = _total.get() or _Total()
+    total = _sums()
     total.answers += params.n
     _check_limit("n", "answers", total.answers, limits.n)
     _check_limit("bad_words", "tokens", len(params.bad_words or ()), limits.bad_words)
@@ -73,7 +89,7 @@ def check_token_limits(
     _check_limit("prediction", "tokens", len(options.prediction_tokens), limits.prediction)
     if (count := params.prompt_logprobs) is not None:
         # `count` for each token, and one for the token itself; -1 means the whole vocabulary.
-        total = _total.get() or _Total()
+        total = _sums()
         total.prompt_logprobs += num_prompt_tokens * (vocab_size if count < 0 else count + 1)
         most = limits.prompt_logprobs
         _check_limit("prompt_logprobs", "log-probabilities", total.prompt_logprobs, most)
@@ -129,15 +145,7 @@ def check_numbers(params: SamplingParams) -> None:
 
 def check_sampler_limits(params: SamplingParams) -> None:
     """Checks a request for a model that vLLM's sampler serves, once its bad words are tokens.
-    Raises VLLMValidationError for a list of tokens for which the sampler has no room, and for
-    logprob_token_ids, which vLLM's verification of drafts does not score."""
-    if params.logprob_token_ids and params.max_tokens != 1:  # which is not drafted
-        raise VLLMValidationError(
-            "logprob_token_ids must be left out with a drafter unless max_tokens is 1, got "
-            f"max_tokens = {params.max_tokens}: tokens of a draft would have no scores. Ask for "
-            "logprobs.",
-            parameter="logprob_token_ids",
-        )
+    Raises VLLMValidationError for a list of tokens for which the sampler has no room."""
     stops = params.all_stop_token_ids if params.min_tokens > 0 else ()
     bad_words = sum(map(len, params.bad_words_token_ids or ()))
     for key, count, most, remedy in (

@@ -113,6 +113,8 @@ class RequestOptions:
     """Whether the metrics count this request's canvases."""
     reasoning: tuple[frozenset[int], frozenset[int], frozenset[int], bool] | None = None
     """The fields of `grammar.state.Reasoning`, for reasoning before a structured output."""
+    http_request: str | None = None
+    """The name of the HTTP request that this one is part of; None offline."""
     canvas_feed: str | None = None
     """The name of the feed on which the API process waits for the canvases; None: not watched."""
 
@@ -279,6 +281,11 @@ def is_read_only(params: SamplingParams | None) -> bool:
 def fits_canvases(params: SamplingParams | None) -> bool:
     """Returns `RequestOptions.fits_canvases` of a request; False if it was not admitted."""
     return (_stored_fields(params) or {}).get("fits_canvases", False)
+
+
+def http_request(params: SamplingParams | None) -> str | None:
+    """Returns `RequestOptions.http_request` of a request; None if it was not admitted."""
+    return (_stored_fields(params) or {}).get("http_request")
 
 
 def verifies_drafts(params: SamplingParams | None) -> bool:

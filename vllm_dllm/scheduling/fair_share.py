@@ -1,9 +1,9 @@
 """Limits the share of a step that one HTTP request takes.
 
-The answers of one HTTP request (`n`, several prompts) are requests of their own to the scheduler.
-While other HTTP requests run, only its oldest answers take part in a step; the others keep their
-places and wait for these to end. Its answers never take all places, so that there is one for the
-next request that comes.
+The answers of one HTTP request (`n`, several prompts, conversations, items or questions) are
+requests of their own to the scheduler. While other HTTP requests run, only its oldest answers take
+part in a step; the others keep their places and wait for these to end. Its answers never take all
+places, so that there is one for the next request that comes.
 
 A client that sends one request after another is still there between two of them. If each gap were
 filled with a step of all answers, its next request would wait for that step.
@@ -16,8 +16,8 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.request import Request
 
-from vllm_dllm.compat.scheduler import http_request_id
 from vllm_dllm.config.extension import RequestLimits
+from vllm_dllm.requests.options import http_request
 
 _CANVASES_ON_CPUS = 2  # the default of `FairShare.canvases` on CPUs
 REMEMBERED_STEPS = 32
@@ -64,8 +64,8 @@ class FairShare:
 
 
 def _http_requests(requests: Iterable[Request]) -> list[str]:
-    """Returns the id of the HTTP request that each request belongs to."""
-    return [http_request_id(request.request_id) for request in requests]
+    """Returns the name of the HTTP request that each request is part of. Offline each is one."""
+    return [http_request(request.sampling_params) or request.request_id for request in requests]
 
 
 def _over_limit(

@@ -14,7 +14,7 @@ from vllm_dllm.requests import limits
 
 @pytest.fixture(autouse=True)
 def nothing_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_total", ContextVar("of this test", default=None))
+    monkeypatch.setattr(limits, "_http_request", ContextVar("of this test", default=None))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm import plugin
 from vllm_dllm.compat import http
-from vllm_dllm.requests.http import check_request_body, wrong_type_error
+from vllm_dllm.requests.http import check_request_body, check_scoring_body, wrong_type_error
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
@@ -127,6 +127,25 @@ def test_what_stands_where_nobody_looks_is_refused(case: str) -> None:
         assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+SCORED = {
+    "systemone": {
+        "state": {"diffusion_max_steps": 1},
+        "questions": {"steps": {"type": "noul"}},
+    },
+    "scoring": {"query": "Is it?", "items": ["yes", "no"], "label_token_ids": [5, 6]},
+}
+
+
+@pytest.mark.parametrize("case", SCORED)
+def test_scores_take_no_keys(case: str) -> None:
+    check_scoring_body(SCORED[case])
+    for name in ("vllm_xargs", "diffusion_max_steps", "Diffusion_max_stepz", "window_rule"):
+        with pytest.raises(VLLMValidationError) as refusal:
+            check_scoring_body({**SCORED[case], name: {}})
+        assert str(refusal.value).startswith(f"{name} has no effect on a request for scores. Leave")
+        assert refusal.value.parameter == name
+
+
 @pytest.mark.parametrize(
     "model",
     [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest],
@@ -158,8 +177,8 @@ def client() -> TestClient:
     app.state.args = SimpleNamespace(log_error_stack=False)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(http, "is_server", lambda: True)
-    http.check_bodies(check_request_body, wrong_type_error)
-    http.check_bodies(check_request_body, wrong_type_error)
+    http.check_bodies(check_request_body, check_scoring_body, wrong_type_error)
+    http.check_bodies(check_request_body, check_scoring_body, wrong_type_error)
     monkeypatch.undo()
     server.init_exception_handler(app)
 

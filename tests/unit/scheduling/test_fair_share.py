@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
-from vllm_dllm.compat.scheduler import http_request_id
+from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.scheduling.fair_share import REMEMBERED_STEPS, FairShare
 
 
@@ -16,13 +17,16 @@ def share() -> FairShare:
 
 def requests(names: str) -> list[Any]:
     """Letters stand for HTTP requests; each letter is an answer of its own."""
-    return [
-        SimpleNamespace(request_id=f"{i}_chatcmpl-{name}-0123abcd") for i, name in enumerate(names)
-    ]
+    found = []
+    for place, name in enumerate(names):
+        params = SamplingParams()
+        RequestOptions(http_request=name).store_in(params)
+        found.append(SimpleNamespace(request_id=str(place), sampling_params=params))
+    return found
 
 
 def places(found: list[Any]) -> list[int]:
-    return [int(request.request_id.partition("_")[0]) for request in found]
+    return [int(request.request_id) for request in found]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +78,9 @@ def test_who_asks_again_and_again_is_not_forgotten(share: FairShare) -> None:
     assert places(share.held_back(requests("aa"), requests("aaa"))) == [2]
 
 
-def test_names() -> None:
-    same = ["cmpl-x-0-0123abcd", "cmpl-x-11-89abcdef", "7_cmpl-x-0-0123abcd"]
-    assert {http_request_id(name) for name in same} == {"cmpl-x"}
-    chats = ["chatcmpl-my-7-0123abcd", "chatcmpl-my-8-89abcdef", "1_chatcmpl-my-8-89abcdef"]
-    assert [http_request_id(name) for name in chats] == [
-        "chatcmpl-my-7",
-        "chatcmpl-my-8",
-        "chatcmpl-my-8",
+def test_offline_each_is_a_request_of_its_own(share: FairShare) -> None:
+    found = [
+        SimpleNamespace(request_id=str(place), sampling_params=SamplingParams())
+        for place in range(6)
     ]
-    assert http_request_id("5") == "5"
+    assert share.sitting_out(found, []) == share.held_back(found, found) == []
