@@ -54,6 +54,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "quantised checkpoints": (
         "engine/test_quantized.py::test_one_step_of_the_shipped[FP8_DYNAMIC]",
     ),
+    "probabilities of a few tokens": (
+        "server/test_scores.py::test_decisions_have_the_references_probabilities",
+    ),
     "drafters": (
         "engine/test_drafters.py::test_same_answers_as_the_target_alone",
         "engine/test_drafters.py::test_acceptance_length",

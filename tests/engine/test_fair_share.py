@@ -1,6 +1,7 @@
 """An HTTP request of many answers leaves room in each step, and its answers do not change."""
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Engine
 from tests.engine.one_step import FEW_STEPS, random_ids
+from vllm_dllm.requests import limits
+from vllm_dllm.requests.limits import begin_http_request
 from vllm_dllm.scheduling import fair_share
 
 MANY, CANVASES, PLACES = 6, 2, 4
@@ -28,6 +31,7 @@ def served(
     engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Engine]:
+    monkeypatch.setattr(limits, "_http_request", ContextVar("of this test", default=None))
     monkeypatch.setattr(fair_share, "REMEMBERED_STEPS", 2)  # its answers take few steps
     options = {"async_scheduling": True} if request.param else {}
     if request.param:
@@ -46,11 +50,15 @@ def steps_and_answers(served: Engine, late: bool) -> tuple[list[list[str]], dict
         steps.append(list(output.num_scheduled_tokens))
         return output
 
+    def begin(name: str, num_answers: int) -> None:
+        begin_http_request()
+        core.add_request(name, PROMPT, params(num_answers))
+
     scheduler.schedule = schedule
-    core.add_request("many", PROMPT, params(MANY))
+    begin("many", MANY)
     for step in range(10**6):
         if late and step == 3:
-            core.add_request("late", PROMPT, params(1))
+            begin("late", 1)
         for output in core.step():
             if output.finished:
                 done[output.request_id] = [list(one.token_ids) for one in output.outputs]

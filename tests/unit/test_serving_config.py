@@ -146,6 +146,36 @@ def test_settings_that_generation_settings_have(configure: Configure, masked: Co
     masked(override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
 
 
+PUBLISHED = {"diffusion_sampler": "entropy_bound", "diffusion_entropy_bound": 0.1}
+"""`--hf-overrides` of the command that Google's and vLLM's guides have for DiffusionGemma."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value", "remedy"),
+    [
+        ("configure", "diffusion_entropy_bound", 0.2, '{"diffusion_entropy_bound": 0.2}'),
+        ("configure", "diffusion_sampler", "confidence", '{"diffusion_acceptance": "confidence"}'),
+        ("configure", "diffusion_max_steps", 3, '{"diffusion_max_steps": 3}'),
+        ("configure", "diffusion_edge", 3, "this server does. Leave it out."),
+        ("masked", "diffusion_sampler", "entropy_bound", '"entropy_bound"}'),
+    ],
+)
+def test_keys_in_hf_overrides_say_what_the_server_does(
+    request: pytest.FixtureRequest, family: str, name: str, value: Any, remedy: str
+) -> None:
+    """Nothing reads them there."""
+    create: Configure = request.getfixturevalue(family)
+    with pytest.raises(ValueError, match=f"{name} in --hf-overrides has no effect") as refusal:
+        create(hf_overrides={"block_size": 4, name: value})
+    assert remedy in str(refusal.value)
+    defaults = {"diffusion_entropy_bound": 0.1, "diffusion_acceptance": "entropy_bound"}
+    create(hf_overrides=PUBLISHED, additional_config={"vllm_dllm": {"defaults": defaults}})
+
+
+def test_the_published_command(configure: Configure) -> None:
+    configure(hf_overrides=PUBLISHED, generation_config="vllm", max_num_seqs=4)
+
+
 @pytest.mark.parametrize(
     ("options", "length"), [(None, 4), ({}, 4), ({"canvas_length": 8}, 8)], ids=str
 )

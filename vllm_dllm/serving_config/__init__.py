@@ -1,6 +1,7 @@
 """What start-up checks and adjusts in vLLM's configuration before a diffusion model is served."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 from vllm.config import VllmConfig
@@ -207,6 +208,12 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     model_config = vllm_config.model_config
     family = family_of(model_config.architecture, model_config.hf_config)
     defaults = server_defaults(extension.defaults, family)
+    in_effect = {**defaults}
+    if family is None:
+        generation = read_denoise_config(vllm_config)
+        in_effect = {"acceptance": "entropy_bound", **asdict(generation), **defaults}
+        in_effect.setdefault("max_steps", generation.max_denoising_steps)
+    checks.check_hf_overrides(model_config.hf_overrides, in_effect)
     check_asked_blocks(defaults.get("blocks_in_flight"), extension.blocks_in_flight)
     check_verified(defaults.get("acceptance"), family, extension.blocks_in_flight)
     prefer_tuned_experts(vllm_config, extension.kernel_choice)

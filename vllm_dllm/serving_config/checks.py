@@ -1,6 +1,9 @@
 """Start-up checks of what no diffusion model can be served with."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vllm.config import SchedulerConfig, VllmConfig
 
@@ -114,6 +117,26 @@ def check_overrides(vllm_config: VllmConfig) -> None:
             raise ValueError(
                 f"{name} in --override-generation-config is not known. Did you mean {near}?"
             )
+
+
+def check_hf_overrides(overrides: Any, in_effect: Mapping[str, Any]) -> None:
+    """Raises ValueError if `--hf-overrides` has one of our keys with another value than the server
+    uses: many published commands for DiffusionGemma have keys there, where nothing reads them.
+    `in_effect`: the server's values, by field of `RequestOptions`."""
+    for name, value in overrides.items() if isinstance(overrides, dict) else ():
+        field = name.removeprefix(PREFIX)
+        field = "acceptance" if field == "sampler" else field
+        if not name.startswith(PREFIX) or in_effect.get(field) == value:
+            continue
+        mark = KEYS.get(PREFIX + field)
+        setting = f'{{"vllm_dllm": {{"defaults": {{"{PREFIX}{field}": {json.dumps(value)}}}}}}}'
+        remedy = (
+            f"Use --additional-config '{setting}'" if mark and mark.by_server else "Leave it out"
+        )
+        raise ValueError(
+            f"{name} in --hf-overrides has no effect, and it is {value!r} there, which is not what "
+            f"this server does. {remedy}."
+        )
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:

@@ -27,18 +27,18 @@ THOUGHT_ENDS, CALL = IDS["</think>"], IDS["<|tool_call>"]
 CHANNEL_BEGINS, CHANNEL_ENDS = IDS["<|channel>"], IDS["<channel|>"]
 
 
-def add_tokens(folder: Path) -> Path:
-    """To the tokenizer of a checkpoint in `folder`."""
+def add_tokens(folder: Path, names: dict[int, str] | None = None) -> Path:
+    """To the tokenizer of a checkpoint in `folder`. `names`: of more tokens."""
     path = folder / "tokenizer.json"
-    path.write_text(_with_tokens(path.read_text()))
+    path.write_text(_with_tokens(path.read_text(), NAMES | (names or {})))
     return folder
 
 
-def _with_tokens(tokenizer: str) -> str:
+def _with_tokens(tokenizer: str, names: dict[int, str] = NAMES) -> str:
     found = json.loads(tokenizer)
     for token in found["added_tokens"]:
-        token["content"] = NAMES.get(token["id"], token["content"])
-    for token, name in NAMES.items():
+        token["content"] = names.get(token["id"], token["content"])
+    for token, name in names.items():
         found["model"]["vocab"][token][0] = name
     return json.dumps(found)
 
