@@ -226,6 +226,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             loaded = loader.load_weights(expected.check_each(weights), mapper=mapper)
             expected.check_complete()
             return loaded
+        except ImportError:
+            raise  # a package that --load-format needs
         except Exception as error:
             raise ValueError(
                 f"Cannot load the checkpoint: {expected.position}: {error}. Expected what "

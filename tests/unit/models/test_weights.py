@@ -136,6 +136,17 @@ def test_unreadable_file_is_reported_with_its_place(
         model.load_weights(truncated())
 
 
+def test_a_missing_package_is_no_fault_of_the_checkpoints(
+    tiny: tuple[ServedModel, dict[str, torch.Tensor]],
+) -> None:
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        raise ModuleNotFoundError("No module named 'fastsafetensors'")
+        yield
+
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'fastsafetensors'$"):
+        tiny[0].load_weights(read())
+
+
 @pytest.mark.parametrize("gone", ["mlp.down_proj.weight", "layer_scalar"])
 def test_missing_weight_is_named(
     tiny: tuple[ServedModel, dict[str, torch.Tensor]], gone: str
