@@ -143,7 +143,7 @@ def test_a_missing_package_is_no_fault_of_the_checkpoints(
         raise ModuleNotFoundError("No module named 'fastsafetensors'")
         yield
 
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'fastsafetensors'$"):
+    with pytest.raises(ModuleNotFoundError, match="No module named 'fastsafetensors'"):
         tiny[0].load_weights(read())
 
 
