@@ -84,8 +84,8 @@ def _install_admission() -> None:
     from vllm_dllm.compat.patching import is_server
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import (
+        check_body_without_xargs,
         check_request_body,
-        check_scoring_body,
         refuse_beam_search,
         wrong_type_error,
     )
@@ -94,7 +94,7 @@ def _install_admission() -> None:
     admission.set_admission(
         (DIFFUSION_GEMMA, *FAMILIES), ServedModel.from_config, admit, admit_target
     )
-    http.check_bodies(check_request_body, check_scoring_body, wrong_type_error)
+    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
     http.admit_before_streams(make_accepted_token_counter)
     http.set_beam_search_check(refuse_beam_search)
     usage.patch_usage()

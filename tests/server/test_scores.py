@@ -113,4 +113,4 @@ def test_scores_take_no_keys(scoring: tuple[Server, Path], route: str) -> None:
             server.read(route, {**BODIES[route], key: {}})
         assert refusal.value.code == 400
         message = json.load(refusal.value)["error"]["message"]
-        assert message.startswith(f"{key} has no effect on a request for scores.")
+        assert message.startswith(f"{key} has no effect in the body on this route.")

@@ -20,8 +20,11 @@ ROUTES = {
     *(MESSAGES, "/v1/responses", INVOCATIONS),
 }
 """Routes that generate answers and take a JSON body."""
-SCORING_ROUTES = {"/generative_scoring", "/v1/systemone", "/v1/decisions"}
-"""Routes that read probabilities of a few tokens and take a JSON body. vLLM 0.33 added the last."""
+ROUTES_WITHOUT_XARGS = {
+    *("/generative_scoring", "/v1/systemone", "/v1/decisions"),
+    "/inference/v1/generate",
+}
+"""Routes that take a JSON body without `vllm_xargs`. vLLM 0.33 added `/v1/decisions`."""
 
 
 class _MessageError(Exception):
@@ -82,13 +85,13 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 
 def check_bodies(
     check: Callable[..., None],
-    check_scoring: Callable[[dict[str, Any]], None],
+    check_without_xargs: Callable[[dict[str, Any]], None],
     complain: Callable[[str, Any], Exception],
 ) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
-    request to a diffusion model before vLLM parses it, or `check_scoring(body)` on
-    `SCORING_ROUTES`. They may change the body, or raise vLLM's errors of clients. Repeatable; does
-    nothing in a process that is no server.
+    request to a diffusion model before vLLM parses it, or `check_without_xargs(body)` on
+    `ROUTES_WITHOUT_XARGS`. They may change the body, or raise vLLM's errors of clients. Repeatable;
+    does nothing in a process that is no server.
 
     vLLM's own checks of a body come before those of its types: a number where they expect an object
     ends in HTTP 500. The error that `complain(parameter, value)` returns is answered instead.
@@ -104,7 +107,7 @@ def check_bodies(
         `check`; on `/v1/messages` wraps it in a _MessageError."""
         await validate_json_request(raw_request)
         state, route = raw_request.app.state, raw_request.scope["route"]
-        if route.path not in ROUTES | SCORING_ROUTES:
+        if route.path not in ROUTES | ROUTES_WITHOUT_XARGS:
             return
         if not state.vllm_config.model_config.is_diffusion:
             return
@@ -112,8 +115,8 @@ def check_bodies(
         # The same object that the route's parameter is made of.
         if not isinstance(body := await raw_request.json(), dict):
             return
-        if route.path in SCORING_ROUTES:
-            check_scoring(body)
+        if route.path in ROUTES_WITHOUT_XARGS:
+            check_without_xargs(body)
         else:
             renderer = state.online_renderer
             parser = renderer.parser and renderer.parser.tool_parser_cls

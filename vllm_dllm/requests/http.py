@@ -58,21 +58,29 @@ def check_request_body(
         _check_tool_choice(body.get("tool_choice"), parses_tool_calls, forces_tool_calls)
 
 
-def check_scoring_body(body: dict[str, Any]) -> None:
-    """Checks the body of a request for scores, on a route that takes no keys of ours, before vLLM
-    reads it. Begins an HTTP request for `limits`, whose prompts do not add up: a score is not an
-    answer.
+def check_body_without_xargs(body: dict[str, Any]) -> None:
+    """Checks the body of a request on a route without `vllm_xargs`, before vLLM reads it: one for
+    scores, or of tokens, whose `sampling_params` may have keys in `extra_args`. Begins an HTTP
+    request for `limits`, whose prompts do not add up: a score is not an answer.
 
     Raises:
         VLLMValidationError: answered with HTTP 400; says what came and what to do.
     """
     begin_http_request(adds_up=False)
-    names = [name for _, name in _names_in_body(body) if _find_key(name) is not None]
+    extra_args = "sampling_params.extra_args"
+    names = [
+        (name, place)
+        for place, name in _names_in_body(body)
+        if place != extra_args and _find_key(name) is not None
+    ]
     if "vllm_xargs" in body:
-        names.append("vllm_xargs")
+        names.append(("vllm_xargs", ""))
     if names:
+        name, place = names[0]
+        remedy = f"Put it into {extra_args}" if "sampling_params" in body else "Leave it out"
         raise VLLMValidationError(
-            f"{names[0]} has no effect on a request for scores. Leave it out.", parameter=names[0]
+            f"{name} has no effect in {place or 'the body'} on this route. {remedy}.",
+            parameter=name,
         )
 
 

@@ -15,12 +15,12 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm import plugin
 from vllm_dllm.compat import http
-from vllm_dllm.requests.http import check_request_body, check_scoring_body, wrong_type_error
+from vllm_dllm.requests.http import check_body_without_xargs, check_request_body, wrong_type_error
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
@@ -127,23 +127,31 @@ def test_what_stands_where_nobody_looks_is_refused(case: str) -> None:
         assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-SCORED = {
+WITHOUT_XARGS: dict[str, dict[str, Any]] = {
     "systemone": {
         "state": {"diffusion_max_steps": 1},
         "questions": {"steps": {"type": "noul"}},
     },
     "scoring": {"query": "Is it?", "items": ["yes", "no"], "label_token_ids": [5, 6]},
+    "tokens": {
+        "token_ids": [5],
+        "sampling_params": {
+            **dict.fromkeys(SamplingParams.__struct_fields__),
+            "extra_args": {"diffusion_max_steps": 1},
+        },
+    },
 }
 
 
-@pytest.mark.parametrize("case", SCORED)
-def test_scores_take_no_keys(case: str) -> None:
-    check_scoring_body(SCORED[case])
+@pytest.mark.parametrize("case", WITHOUT_XARGS)
+def test_routes_without_xargs_take_no_keys_in_the_body(case: str) -> None:
+    check_body_without_xargs(WITHOUT_XARGS[case])
     for name in ("vllm_xargs", "diffusion_max_steps", "Diffusion_max_stepz", "window_rule"):
         with pytest.raises(VLLMValidationError) as refusal:
-            check_scoring_body({**SCORED[case], name: {}})
-        assert str(refusal.value).startswith(f"{name} has no effect on a request for scores. Leave")
-        assert refusal.value.parameter == name
+            check_body_without_xargs({**WITHOUT_XARGS[case], name: {}})
+        remedy = "Put it into sampling_params.extra_args" if case == "tokens" else "Leave it out"
+        message = f"{name} has no effect in the body on this route. {remedy}."
+        assert str(refusal.value).startswith(message) and refusal.value.parameter == name
 
 
 @pytest.mark.parametrize(
@@ -177,8 +185,8 @@ def client() -> TestClient:
     app.state.args = SimpleNamespace(log_error_stack=False)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(http, "is_server", lambda: True)
-    http.check_bodies(check_request_body, check_scoring_body, wrong_type_error)
-    http.check_bodies(check_request_body, check_scoring_body, wrong_type_error)
+    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
+    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
     monkeypatch.undo()
     server.init_exception_handler(app)
 
