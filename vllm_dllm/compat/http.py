@@ -107,9 +107,8 @@ def check_bodies(
         `check`; on `/v1/messages` wraps it in a _MessageError."""
         await validate_json_request(raw_request)
         state, route = raw_request.app.state, raw_request.scope["route"]
-        if route.path not in ROUTES | ROUTES_WITHOUT_XARGS:
-            return
-        if not state.vllm_config.model_config.is_diffusion:
+        is_checked = route.path in ROUTES | ROUTES_WITHOUT_XARGS
+        if not (is_checked and state.vllm_config.model_config.is_diffusion):
             return
         count_http_request()
         # The same object that the route's parameter is made of.
@@ -117,17 +116,17 @@ def check_bodies(
             return
         if route.path in ROUTES_WITHOUT_XARGS:
             check_without_xargs(body)
-        else:
-            renderer = state.online_renderer
-            parser = renderer.parser and renderer.parser.tool_parser_cls
-            try:
-                check(
-                    body,
-                    parses_tool_calls=bool(parser and renderer.enable_auto_tools),
-                    forces_tool_calls=bool(parser and _constrains_tool_calls(parser)),
-                )
-            except VLLMClientError as error:
-                raise (_MessageError(error) if route.path == MESSAGES else error) from error
+            return
+        renderer = state.online_renderer
+        parser = renderer.parser and renderer.parser.tool_parser_cls
+        try:
+            check(
+                body,
+                parses_tool_calls=bool(parser and renderer.enable_auto_tools),
+                forces_tool_calls=bool(parser and _constrains_tool_calls(parser)),
+            )
+        except VLLMClientError as error:
+            raise (_MessageError(error) if route.path == MESSAGES else error) from error
 
     async def validate_invocation(raw_request: Request) -> None:
         """Does what `validate` does, on `INVOCATIONS` alone."""
