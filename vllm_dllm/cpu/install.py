@@ -3,11 +3,14 @@
 import os
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
 from vllm_dllm.cpu import cores, forks, norm
 from vllm_dllm.cpu.compat import runner, triton_placeholder
 from vllm_dllm.cpu.compat.cores import available_cpu_count, shorten_busy_wait
+
+logger = init_logger(__name__)
 
 
 def install() -> None:
@@ -28,4 +31,7 @@ def prepare(config: VllmConfig) -> None:
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile
+    if config.parallel_config.enable_batch_sharded_sampling:
+        logger.warning("--enable-batch-sharded-sampling is off: ranks on CPUs cannot gather tokens.")
+        config.parallel_config.enable_batch_sharded_sampling = False
     os.environ.update(cpu_variables(os.environ))  # the engine and its workers inherit it

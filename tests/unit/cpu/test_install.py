@@ -33,7 +33,7 @@ def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.Monke
 
 def config_with_worker(worker_cls: str) -> SimpleNamespace:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(worker_cls=worker_cls),
+        parallel_config=SimpleNamespace(worker_cls=worker_cls, enable_batch_sharded_sampling=True),
         kernel_config=SimpleNamespace(enable_jit_warmup=True),
     )
 
@@ -45,6 +45,7 @@ def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> Non
     assert stock.parallel_config.worker_cls == OURS
     assert custom.parallel_config.worker_cls == "my.Worker"
     assert not stock.kernel_config.enable_jit_warmup  # its requests would be no canvases
+    assert not stock.parallel_config.enable_batch_sharded_sampling  # a step would end the engine
 
 
 def test_waiting_threads_sleep_soon(no_openmp_settings: None) -> None:
