@@ -32,6 +32,6 @@ def prepare(config: VllmConfig) -> None:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile
     if config.parallel_config.enable_batch_sharded_sampling:
-        logger.warning("--enable-batch-sharded-sampling is off: ranks on CPUs cannot gather tokens.")
+        logger.warning("--enable-batch-sharded-sampling is off: CPU ranks cannot gather tokens.")
         config.parallel_config.enable_batch_sharded_sampling = False
     os.environ.update(cpu_variables(os.environ))  # the engine and its workers inherit it
