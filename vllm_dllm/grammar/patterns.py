@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llguidance import LLMatcher, grammar_from, regex_to_lark
 
-from vllm_dllm.grammar.schema_keys import SchemaError
+from vllm_dllm.grammar.schema_keys import MAPS, SchemaError
 
 _YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _HOUR_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -48,8 +48,9 @@ def mend_patterns(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             mended[key] = mend_pattern(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            mended[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
+        elif key in MAPS and isinstance(value, dict):
+            mend = mend_pattern if key == "patternProperties" else str
+            mended[key] = {mend(name): mend_patterns(of) for name, of in value.items()}
         else:
             mended[key] = value if key in _VALUE_KEYS else mend_patterns(value)
     if (name := mended.get("format")) in _TIMES:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keys whose values are maps from names, which may look like keys, to schemas."""
 NOTES = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
     *("writeOnly", "$comment", "$schema", "$id", "$defs", "definitions", "nullable", "strict"),
