@@ -45,7 +45,7 @@ def begin_http_request(*, adds_up: bool = True) -> None:
 def http_request_name() -> str | None:
     """Returns the name of the HTTP request that this task serves; None if it serves none."""
     request = _http_request.get()
-    return None if request is None else request.name
+    return request and request.name
 
 
 def _sums() -> _HttpRequest:
