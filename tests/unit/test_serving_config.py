@@ -24,7 +24,7 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
-from vllm_dllm.serving_config import cuda_graphs, num_requests
+from vllm_dllm.serving_config import cuda_graphs, images, num_requests
 
 Configure = Callable[..., VllmConfig]
 
@@ -81,6 +81,30 @@ def test_a_step_without_room_for_warm_up_requests(
     extension = ExtensionConfig.from_additional_config(config.additional_config)
     serving_config.finish_config(config, extension)
     assert config.kernel_config.enable_jit_warmup == warms_up
+
+
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"enable_mm_embeds": True}, "--enable-mm-embeds asks for embeddings"),
+        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init leaves out the tokenizer"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "FULL captures prompts"),
+        ({"max_num_batched_tokens": 71, "max_num_seqs": 1}, "72 tokens of one step, and .* is 71"),
+        ({"max_num_batched_tokens": 72, "max_num_seqs": 1}, None),
+        ({"mm_processor_kwargs": {"max_soft_tokens": 70}}, None),
+    ],
+)
+def test_where_images_cannot_be_served(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], obstacle: str | None
+) -> None:
+    plugin.register()
+    warnings: list[tuple[str, str]] = []
+    monkeypatch.setattr(images.logger, "warning", lambda *said: warnings.append(said))
+    folder = str(CHECKPOINTS / "diffusiongemma-tiny-vision")
+    made = EngineArgs(folder, max_model_len=1024, **options).create_engine_config()
+    assert made.model_config.multimodal_config.language_model_only == (obstacle is not None)
+    assert len(warnings) == (obstacle is not None)
+    assert all(re.search(str(obstacle), reason) for _, reason in warnings)
 
 
 def test_what_the_user_names_stays(configure: Configure) -> None:

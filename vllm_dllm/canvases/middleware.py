@@ -82,7 +82,7 @@ def parse_watched_request(
         return None
     try:
         request = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deep
         return None
     extra = request.get("vllm_xargs") if isinstance(request, dict) else None
     # JSON's true is Python's True and equals 1, which is what vllm_xargs makes of it.

@@ -90,15 +90,15 @@ class MaskedConfig:
             )
         return cls(length, in_flight, mask_id, family, edit_tokens)
 
-    def check_cache_page(self, page: int, option: str) -> None:
+    def check_cache_page(self, page: int) -> None:
         """Raises ValueError unless cached pages of `page` tokens hold whole blocks. Keys and values
         of a part of a block depend on the tokens after it, except in causal families, which may
-        have any page. `option`: the command line's name of `page`."""
+        have any page."""
         if page % self.block_length != 0 and not self.family.is_causal:
             raise ValueError(
-                f"{option} must be a multiple of the model's block of {self.block_length} tokens "
-                f"({self.family.block_key} in config.json), got {page}: a cached page holds whole "
-                f"blocks. Pass another one or leave it out."
+                "--block-size must be a multiple of the model's block of "
+                f"{self.block_length} tokens ({self.family.block_key} in config.json), got {page}: "
+                "a cached page holds whole blocks. Pass another one or leave it out."
             )
 
     def check_blocks_in_flight(self) -> None:

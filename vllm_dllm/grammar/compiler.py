@@ -8,6 +8,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.schema_keys import MAPS
 from vllm_dllm.grammar.state import GrammarState, Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
@@ -100,7 +101,11 @@ def check_schema_size(schema: Any, path: str = "#") -> None:
             place = f"{path}/{key}"
             if key in _COUNT_KEYS and isinstance(value, int) and value > _MAX_REPETITIONS:
                 raise GrammarError(f"{place} must be at most {_MAX_REPETITIONS}, got {value}")
-            if key not in _VALUE_KEYS:
+            if key in MAPS and isinstance(value, dict):
+                _check_count(len(value), place)
+                for name, entry in value.items():
+                    check_schema_size(entry, f"{place}/{name}")
+            elif key not in _VALUE_KEYS:
                 check_schema_size(value, place)
     elif isinstance(schema, list):
         _check_count(len(schema), path)

@@ -28,8 +28,6 @@ _MAX_WAYS = 16
 def find_completion(state: GrammarState, max_tokens: int) -> list[int] | None:
     """Returns at most `max_tokens` tokens that complete the answer; None if no search finds them.
     The result is cached in `state.known_completions`."""
-    if state.in_optional_call:
-        return None
     known = state.known_completions
     if max_tokens not in known:
         completion = find_completion_quickly(state, max_tokens, state)

@@ -13,8 +13,9 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from vllm_dllm.grammar.lark import LarkRules, quote_literal
-from vllm_dllm.grammar.patterns import FORMATS, unanchored_lark_regex
-from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, JsonSchema, SchemaError
+from vllm_dllm.grammar.patterns import FORMATS, check_alone, unanchored_lark_regex
+from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, JsonSchema
+from vllm_dllm.grammar.schema_keys import SchemaError
 
 CALL, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 ANY = r"/(?s:.*)/"
@@ -118,7 +119,9 @@ class _ArgumentRules:
         if form.kind in ("integer", "number", "boolean", "null"):
             limits = {k: v for k, v in form.schema.items() if KIND_OF_KEY.get(k) == "number"}
             limits = limits if form.kind in ("integer", "number") else {}
-            return f"%json {json.dumps({**limits, 'type': form.kind, **_NO_SPACES})}"
+            schema = json.dumps({**limits, "type": form.kind, **_NO_SPACES})
+            check_alone("json_schema", schema, form.path)
+            return f"%json {schema}"
         if form.kind not in _BODY_BY_KIND:
             raise SchemaError(f"{form.path}/type must be a type of JSON, got {form.kind!r}")
         return f"({_BODY_BY_KIND[form.kind](self, form)})"
@@ -174,17 +177,19 @@ class _ArgumentRules:
                 if added is False:
                     raise SchemaError(f"{path}/required names {name!r}, which is not a property")
                 named[name] = added
-        # The rules below keep the number of properties between these.
+        # The rules below keep the number of properties between these, and that of a map.
         bounds = (("minProperties", len(required).__ge__), ("maxProperties", len(named).__le__))
         for key, holds in bounds:
             if key in schema and not holds(schema[key]):
                 raise SchemaError(f"{path}/{key} is not supported in the arguments of calls")
         if not named:
-            if added is False:
+            most = schema.get("maxProperties")
+            if added is False or most == 0:
                 return '"{}"'
             value = self._value_rule(added, f"{path}/additionalProperties")
             pair = f'{self._lark.add_terminal(_KEY)} ":" {value}'
-            return f'"{{" ({pair} ("," {pair})*)? "}}"'
+            rest = _repeat(f'"," {pair}', 0, None if most is None else most - 1)
+            return f'"{{" ({pair} {rest})? "}}"'
         return f'"{{" {self._pairs_rule(named, required, path)} "}}"'
 
     def _pairs_rule(self, named: Mapping[str, Any], required: Sequence[str], path: str) -> str:

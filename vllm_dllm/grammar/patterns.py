@@ -8,11 +8,11 @@ Python's readers do not, so a pattern is added to them (`FORMATS`).
 """
 
 import re
-from typing import Any
+from typing import Any, Literal
 
-from llguidance import regex_to_lark
+from llguidance import LLMatcher, grammar_from, regex_to_lark
 
-from vllm_dllm.grammar.schema_forms import SchemaError
+from vllm_dllm.grammar.schema_keys import MAPS, SchemaError
 
 _YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _HOUR_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -42,14 +42,15 @@ def mend_patterns(schema: Any) -> Any:
     changed so that llguidance reads them as JSON schema means them."""
     if isinstance(schema, list):
         return [mend_patterns(entry) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
+    if not isinstance(schema, dict) or schema.get("type") == "gemma4_calls":
+        return schema  # `gemma_calls.py` writes the schemas of calls without llguidance's JSON
     mended: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             mended[key] = mend_pattern(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            mended[key] = {mend_pattern(name): mend_patterns(of) for name, of in value.items()}
+        elif key in MAPS and isinstance(value, dict):
+            mend = mend_pattern if key == "patternProperties" else str
+            mended[key] = {mend(name): mend_patterns(of) for name, of in value.items()}
         else:
             mended[key] = value if key in _VALUE_KEYS else mend_patterns(value)
     if (name := mended.get("format")) in _TIMES:
@@ -84,11 +85,17 @@ def unanchored_lark_regex(pattern: str, path: str) -> str:
     inner = pattern[begins : len(pattern) - ends]
     if (begins or ends) and _has_outer_alternatives(inner):
         raise SchemaError(f"{path} must have its alternatives in parentheses, got {pattern!r}")
-    try:
-        inner = regex_to_lark(inner)
-    except ValueError as error:
-        raise SchemaError(f"{path} cannot be used: {error}") from error
+    check_alone("regex", inner, path)
+    inner = regex_to_lark(inner)
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
+
+
+def check_alone(kind: Literal["regex", "json_schema"], spec: str, path: str) -> None:
+    """Raises SchemaError, which names `path`, if llguidance cannot use a "regex" or a "json_schema"
+    even alone. It would complain of the whole grammar, which the client has not written."""
+    if complaint := LLMatcher.validate_grammar(grammar_from(kind, spec)):
+        reason = complaint.partition("\n   1 |")[0].rpartition("error: ")[2]
+        raise SchemaError(f"{path} cannot be used: {' '.join(reason.split())}")
 
 
 def _has_outer_alternatives(pattern: str) -> bool:

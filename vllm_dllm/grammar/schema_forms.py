@@ -8,27 +8,8 @@ the properties that the schema names.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_NOTES = {
-    *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
-    *("writeOnly", "$comment", "$schema", "$id", "$defs", "definitions", "nullable", "strict"),
-}
-"""Keys that do not restrict a value."""
-_REFUSED = {
-    *("not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies"),
-    *("patternProperties", "propertyNames", "uniqueItems", "contains", "minContains"),
-    *("maxContains", "additionalItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
-}
-_EXPECTED: dict[str, tuple[str, tuple[type, ...]]] = {
-    **dict.fromkeys(("properties", "$defs", "definitions"), ("an object", (dict,))),
-    **dict.fromkeys(("required", "enum", "prefixItems"), ("a list", (list,))),
-    **dict.fromkeys(("allOf", "anyOf", "oneOf"), ("a list of schemas", (list,))),
-    **dict.fromkeys(("$ref", "pattern", "format"), ("text", (str,))),
-    **dict.fromkeys(
-        ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
-        ("a whole number", (int,)),
-    ),
-    "type": ("text or a list", (str, list)),
-}
+from vllm_dllm.grammar.schema_keys import NOTES, SchemaError, check_keys
+
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 KIND_OF_KEY = {
     **dict.fromkeys(("properties", "required", "additionalProperties"), "object"),
@@ -40,10 +21,8 @@ KIND_OF_KEY = {
 }
 KINDS = ("string", "number", "boolean", "null", "array", "object")
 _MAX_FORMS = 1000
-
-
-class SchemaError(ValueError):
-    """A schema that cannot be used; the message says where, and why."""
+_MAX_SCHEMAS = 10_000
+"""The most schemas inside of `root` that are split, each as often as it is referred to."""
 
 
 class Form(NamedTuple):
@@ -61,6 +40,7 @@ class JsonSchema:
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        self._num_split = 0
 
     def forms(self, schema: Any, path: str) -> list[Form]:
         """Returns the forms of a schema: a value fits the schema if it fits one of its forms.
@@ -75,32 +55,33 @@ class JsonSchema:
         """Returns the `$ref` of a schema that restricts values by nothing else; None for other
         schemas."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            return schema["$ref"] if not (schema.keys() - _NOTES - {"$ref"}) else None
+            return schema["$ref"] if not (schema.keys() - NOTES - {"$ref"}) else None
         return None
 
     def union(self, schema: Any, path: str) -> list[tuple[Any, str]] | None:
         """Returns the alternatives of a schema and their paths, if the schema consists of `anyOf`,
         `oneOf` or an `allOf` of one schema. Returns None for other schemas. Raises SchemaError if
         the key's value has the wrong type, or a value could fit two alternatives of `oneOf`."""
-        keys = schema.keys() - _NOTES if isinstance(schema, dict) else set()
+        keys = schema.keys() - NOTES if isinstance(schema, dict) else set()
         if len(keys) != 1 or not keys <= {"anyOf", "oneOf", "allOf"}:
             return None
         (key,) = keys
-        _check_keys(schema, path)
-        alternatives = schema[key]
+        check_keys(schema, path)
+        alternatives = [(one, f"{path}/{key}/{i}") for i, one in enumerate(schema[key])]
         if key == "oneOf":
-            self._check_one_of(alternatives, f"{path}/{key}")
+            _check_one_of([[*self._multiply_out(*one, ())] for one in alternatives], path)
         if not alternatives or (key == "allOf" and len(alternatives) != 1):
             return None
-        return [(one, f"{path}/{key}/{i}") for i, one in enumerate(alternatives)]
+        return alternatives
 
     def resolve(self, reference: str, path: str) -> Any:
         """Returns the schema that a `$ref` leads to. Raises SchemaError if it leads nowhere. `path`
         is that of the schema that has the `$ref`."""
         target = self.root
-        if not reference.startswith("#"):
-            raise SchemaError(f"{path}/$ref must begin with '#', got {reference!r}")
-        for part in reference[1:].split("/")[1:]:
+        first, *parts = reference.split("/")
+        if first != "#":
+            raise SchemaError(f"{path}/$ref must be '#' or begin with '#/', got {reference!r}")
+        for part in parts:
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or part not in target:
                 raise SchemaError(f"{path}/$ref leads nowhere, got {reference!r}")
@@ -113,33 +94,37 @@ class JsonSchema:
         """Yields schemas without references and combinations, and their paths. A value that fits
         one of them fits `schema`. `followed` has the references that led to this schema. Raises
         SchemaError if a reference leads back to itself, or the schema cannot be split."""
+        self._num_split += 1
+        if self._num_split > _MAX_SCHEMAS:
+            raise SchemaError(f"# must lead to at most {_MAX_SCHEMAS} schemas. Simplify it")
         if schema is False:
             return
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
             raise SchemaError(f"{path} must be a JSON schema, got {schema!r}")
-        _check_keys(schema, path)
-        own = {key: value for key, value in schema.items() if key not in {*_NOTES, *_COMBINED}}
-        factors: list[list[tuple[Any, str]]] = []
+        check_keys(schema, path)
+        own = {key: value for key, value in schema.items() if key not in {*NOTES, *_COMBINED}}
+        factors: list[list[list[tuple[dict[str, Any], str]]]] = []
         if (reference := schema.get("$ref")) is not None:
             if reference in followed:
                 raise SchemaError(f"{path}/$ref refers to itself, got {reference!r}")
             followed = (*followed, reference)
-            factors.append([(self.resolve(reference, path), f"{path}/$ref")])
+            referred = self.resolve(reference, path)
+            factors.append([[*self._multiply_out(referred, f"{path}/$ref", followed)]])
         for key in ("allOf", "anyOf", "oneOf"):
             if key in schema:
-                ones = [(one, f"{path}/{key}/{i}") for i, one in enumerate(schema[key])]
+                ones = [
+                    [*self._multiply_out(one, f"{path}/{key}/{i}", followed)]
+                    for i, one in enumerate(schema[key])
+                ]
                 factors += [[one] for one in ones] if key == "allOf" else [ones]
-        if "oneOf" in schema:
-            self._check_one_of(schema["oneOf"], f"{path}/oneOf")
+                if key == "oneOf":
+                    _check_one_of(ones, path)
         products = [(own, path)]
         for factor in factors:
-            alternatives = [
-                plain for one, place in factor for plain in self._multiply_out(one, place, followed)
-            ]
-            if len(products) * len(alternatives) > _MAX_FORMS:
-                raise SchemaError(f"{path} must have at most {_MAX_FORMS} forms. Simplify it")
+            alternatives = [plain for one in factor for plain in one]
+            _check_num_forms(len(products) * len(alternatives), path)
             products = [
                 (_merge_schemas(before, plain, place), place)
                 for before, _ in products
@@ -147,33 +132,42 @@ class JsonSchema:
             ]
         yield from products
 
-    def _check_one_of(self, alternatives: list[Any], path: str) -> None:
-        """Raises SchemaError unless it is certain that no value fits two of the alternatives."""
-        plain = [
-            [schema for schema, _ in self._multiply_out(one, f"{path}/{i}", ())]
-            for i, one in enumerate(alternatives)
-        ]
-        for i, ones in enumerate(plain):
-            for others in plain[:i]:
-                if not all(_are_disjoint(a, b) for a in ones for b in others):
-                    raise SchemaError(
-                        f"{path} must have alternatives that differ in their type, or in a "
-                        "required property of one value. Use anyOf"
-                    )
+
+def _check_num_forms(count: int, path: str) -> None:
+    """Raises SchemaError if a schema has more than `_MAX_FORMS` forms."""
+    if count > _MAX_FORMS:
+        raise SchemaError(f"{path} must have at most {_MAX_FORMS} forms. Simplify it")
+
+
+def _check_one_of(alternatives: list[list[tuple[dict[str, Any], str]]], path: str) -> None:
+    """Raises SchemaError unless it is certain that no value of a form fits two of the alternatives
+    of `oneOf`, each multiplied out. `path` is that of the schema that has the `oneOf`."""
+    _check_num_forms(sum(map(len, alternatives)), path)
+    for i, ones in enumerate(alternatives):
+        for others in alternatives[:i]:
+            if not all(_are_disjoint(a, b) for a, _ in ones for b, _ in others):
+                raise SchemaError(
+                    f"{path}/oneOf must have alternatives that differ in their type, or in a "
+                    "required property of one value. Use anyOf"
+                )
 
 
 def _are_disjoint(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Returns whether it is certain that no value fits both schemas."""
+    """Returns whether it is certain that no value of a form of one schema fits the other."""
     if _are_disjoint_enums(_enum_values(a), _enum_values(b)):
         return True
-    kinds = [
+    of_forms = [
         {"number" if kind == "integer" else kind for kind in _possible_types(schema)}
         for schema in (a, b)
     ]
-    if kinds[0].isdisjoint(kinds[1]):
-        return True
-    if kinds != [{"object"}, {"object"}]:
-        return False
+    # A schema without a type also allows values of the types that its keys are not about.
+    of_schemas = [
+        kinds if schema.keys() & {"type", "enum", "const"} else {*KINDS}
+        for schema, kinds in zip((a, b), of_forms, strict=True)
+    ]
+    kinds = (of_forms[0] & of_schemas[1]) | (of_forms[1] & of_schemas[0])
+    if kinds != {"object"}:
+        return not kinds
     shared = {*a.get("required", ())} & {*b.get("required", ())}
     return any(
         _are_disjoint_enums(
@@ -188,8 +182,9 @@ def _split_by_type(schema: dict[str, Any], path: str) -> Iterator[Form]:
     for each type. Raises SchemaError if an enumeration has other keys beside it."""
     if (values := _enum_values(schema)) is not None:
         fitting = [value for value in values if _has_type(value, _listed_types(schema))]
-        if others := schema.keys() - {"enum", "const", "type"}:
-            raise SchemaError(f"{path}/{min(others)} is not supported beside enum or const")
+        key = "const" if "const" in schema else "enum"
+        if others := schema.keys() - {key, "type"}:
+            raise SchemaError(f"{path}/{min(others)} is not supported beside {key}")
         if fitting:
             yield Form("values", {"enum": fitting}, path)
         return
@@ -197,26 +192,13 @@ def _split_by_type(schema: dict[str, Any], path: str) -> Iterator[Form]:
         yield Form(kind, {k: v for k, v in schema.items() if k != "type"}, path)
 
 
-def _check_keys(schema: dict[str, Any], path: str) -> None:
-    """Raises SchemaError if the schema has a key that is not supported, or whose value has the
-    wrong type."""
-    for key, value in schema.items():
-        name, types = _EXPECTED.get(key, ("", (object,)))
-        if not isinstance(value, types) or (isinstance(value, bool) and int in types):
-            raise SchemaError(f"{path}/{key} must be {name}, got {value!r}")
-        if key in _REFUSED and value is not False:
-            raise SchemaError(f"{path}/{key} is not supported in the arguments of calls")
-    if schema.get("unevaluatedProperties", False) is not False:
-        raise SchemaError(f"{path}/unevaluatedProperties must be false")
-
-
 def _merge_schemas(a: dict[str, Any], b: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns a new schema for the values that fit both `a` and `b`. Raises SchemaError if their
     keys cannot be combined."""
-    if "properties" in a and "properties" in b and ("additionalProperties" in {**a, **b}):
-        raise SchemaError(
-            f"{path}/additionalProperties is not supported where objects are combined"
-        )
+    for named, rest in (("properties", "additionalProperties"), ("prefixItems", "items")):
+        for key, other in ((named, rest), (rest, named)):
+            if key in b and other in a and a.get(named) != b.get(named):
+                raise SchemaError(f"{path}/{key} is not supported where another schema has {other}")
     merged = dict(a)
     for key, value in b.items():
         if key not in merged or merged[key] == value:
@@ -238,7 +220,8 @@ def _enum_values(schema: Any) -> list[Any] | None:
         return None
     if "const" in schema:
         return [schema["const"]]
-    return schema.get("enum")
+    values = schema.get("enum")  # of a property, which is not checked before
+    return values if isinstance(values, list) else None
 
 
 def _are_disjoint_enums(values: list[Any] | None, others: list[Any] | None) -> bool:
@@ -281,6 +264,6 @@ def _has_type(value: Any, types: list[str] | None) -> bool:
     if value is None or isinstance(value, bool):
         return ("null" if value is None else "boolean") in types
     if isinstance(value, (int, float)):
-        return "number" in types or ("integer" in types and value == int(value))
+        return "number" in types or ("integer" in types and value % 1 == 0)
     names = {"str": "string", "list": "array", "dict": "object"}
     return names[type(value).__name__] in types

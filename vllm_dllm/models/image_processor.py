@@ -171,7 +171,7 @@ def _check_fits_tower(
             f"The {kind} processor's settings must fit the vision tower: patch_size and "
             f"pooling_kernel_size {expected} and at most {tower.position_embedding_size} patches "
             f"in a row, got {found} and {longest}. Copy processor_config.json and config.json from "
-            f"one checkpoint."
+            f"one checkpoint, or lower max_soft_tokens in --mm-processor-kwargs."
         )
 
 

@@ -63,10 +63,11 @@ def _describe_truncation(path: Path) -> str | None:
             return None
         try:
             header = json.loads(file.read(data - 8))
-            ends = {n: t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"}
+            tensors = {n: t for n, t in header.items() if n != "__metadata__"}
+            ends = {name: data + t["data_offsets"][1] for name, t in tensors.items()}
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-    lost = {name: data + end for name, end in ends.items() if data + end > size}
+    lost = {name: end for name, end in ends.items() if end > size}
     if not lost:
         return None
     first = min(lost, key=lost.__getitem__)

@@ -100,9 +100,7 @@ class MaskedCanvases(CanvasFamily):
 
     def check_server(self, block_size: int) -> None:
         """Raises ValueError unless pages hold whole blocks and our worker prefills blocks."""
-        self.masked.check_cache_page(block_size, "--block-size")
-        if (unit := self.vllm_config.cache_config.prefix_match_unit) is not None:
-            self.masked.check_cache_page(unit, "--prefix-match-unit")
+        self.masked.check_cache_page(block_size)
         if not has_own_steps(self.vllm_config):
             raise ValueError(
                 "A masked model needs our worker and steps that are not one CUDA graph, got "

@@ -195,7 +195,7 @@ def set_canvas(vllm_config: VllmConfig, blocks_in_flight: int) -> None:
         )
     cache_config = vllm_config.cache_config
     if cache_config.user_specified_block_size:
-        config.check_cache_page(cache_config.block_size, "--block-size")
+        config.check_cache_page(cache_config.block_size)
     elif not config.family.is_causal:
         page = CPU_PAGE if current_platform.is_cpu() else cache_config.block_size
         cache_config.block_size = math.lcm(page, config.block_length)

@@ -162,6 +162,7 @@ def test_the_page_offers_what_the_model_can_do(
     [
         ({}, "http://127.0.0.1:8000/canvas"),
         ({"host": "0.0.0.0", "port": 8001}, "http://127.0.0.1:8001/canvas"),
+        ({"uds": "/tmp/s"}, "/canvas"),
         ({"host": "::1"}, "http://[::1]:8000/canvas"),
         (
             {"host": "a.example", "ssl_certfile": "c", "root_path": "/x"},

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed
-from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams
+from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams, parse_watched_request
 from vllm_dllm.canvases.stream import InterleavedStream
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.canvas_feeds import FEED
@@ -193,6 +193,11 @@ def test_others_pass_as_they_are(folder: Path, body: dict[str, Any]) -> None:
     assert engine.body == body and b"x-request-id" not in engine.headers
     assert not events and answer.count(b"data: ") == 2
     assert not list(folder.iterdir()), "nobody listens"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000], ids=["cut short", "deep"])
+def test_what_is_no_json_is_left_to_vllm(body: bytes) -> None:
+    assert parse_watched_request("/v1/completions", [], body + STREAM_CANVASES.encode()) is None
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"sampler_config": {**GOOD["sampler_config"], "entropy_bound": INFINITE}},
         "entropy_bound must be a number > 0 and <= 1e.06, got inf",
     ),
+    ({"sampler_config": {"_cls_name": "X"}}, "sampler_config must be of kind 'Entropy.*got {'_cls"),
 ]
 
 

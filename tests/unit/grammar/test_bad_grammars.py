@@ -46,6 +46,10 @@ TOO_LARGE = {
         {"items": {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(4000)]}},
         "#/items/anyOf must have at most",
     ),
+    "of a key's name": (
+        {"properties": {"default": {"allOf": [{}] * 301}}},
+        "#/properties/default/allOf must have at most",
+    ),
     "repetitions": (
         {"type": "array", "minItems": 10_000_000},
         "#/minItems must be at most 10000, got 10000000",

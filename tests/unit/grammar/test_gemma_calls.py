@@ -1,5 +1,6 @@
 """The grammar of Gemma 4's calls: what it accepts fits the schema, and what fits it accepts."""
 
+import functools
 import json
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.unit.requests.test_gemma_tool_parser import TEXT, call
 from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.gemma_calls import calls_rule
 from vllm_dllm.grammar.lark import LarkRules
-from vllm_dllm.grammar.schema_forms import SchemaError
+from vllm_dllm.grammar.schema_keys import SchemaError
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
 
@@ -90,6 +91,27 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "anything": {},
     "one of two": {"anyOf": [{"type": "integer"}, {"type": "string", "minLength": 2}]},
     "shapes": SHAPES,
+    "one of two types": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    "one of two words": {"oneOf": [{"enum": ["x", "xy"]}, {"const": "red"}, {"type": "null"}]},
+    "one of one": functools.reduce(lambda one, _: {"oneOf": [one]}, range(40), {"const": 1}),
+    "all of two objects": {"allOf": [of({"x": {"type": "integer"}}, "x"), of({"y": {}}, "y")]},
+    "true and an integer": {"allOf": [True, {"type": "integer"}]},
+    "false or null": {"type": ["boolean", "null"], "enum": [False, None, 1]},
+    "any one item": {"type": "array", "items": False, "prefixItems": [True], "minItems": 1},
+    "no items": {"type": "array", "maxItems": 0},
+    "more than the tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}],
+        "items": {"type": "integer"},
+        "minItems": 3,
+        "maxItems": 3,
+    },
+    "a map of one": {
+        "type": "object",
+        "additionalProperties": {"type": "string"},
+        "maxProperties": 1,
+    },
+    "an empty map": {"type": "object", "maxProperties": 0},
     "pattern": {"type": "string", "pattern": "^[a-z]+$"},
     "pattern somewhere": {"type": "string", "pattern": "q"},
     "length": {"type": "string", "minLength": 2, "maxLength": 3},
@@ -212,14 +234,51 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no schema": (of({"a": 3}), "#/properties/a must be a JSON schema, got 3"),
     "no object": ({"type": "string"}, "# must be the schema of an object"),
     "reference to nowhere": (of({"a": {"$ref": "#/$defs/x"}}), "leads nowhere, got '#/.defs/x'"),
-    "reference elsewhere": (of({"a": {"$ref": "http://x"}}), "must begin with '#'"),
+    "reference elsewhere": (of({"a": {"$ref": "http://x"}}), "must be '#' or begin with '#/'"),
     "reference to itself": ({"$ref": "#"}, "refers to itself"),
     "never": (of({"a": False}, "a"), "#/properties/a allows no value"),
+    "no finite value": (of({"a": {"type": "integer", "enum": [1e999]}}), "a allows no value"),
     "no value": (of({"a": {"enum": []}}), "#/properties/a allows no value"),
     "both of one": (
         of({"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}),
         "#/properties/a/oneOf must have alternatives that differ",
     ),
+    "one of two keys": (
+        of({"a": {"oneOf": [{"minimum": 1}, {"minLength": 1}]}}),
+        "#/properties/a/oneOf must have alternatives that differ",
+    ),
+    "enum, not one": (of({"a": {"enum": ["x"], "minLength": 1}}), "a/minLength is not .* enum"),
+    "constant and enum": (
+        of({"a": {"allOf": [{"const": 1}, {"enum": [2]}]}}),
+        "allOf/1/enum is not supported beside const",
+    ),
+    "closed, and more": (
+        {"additionalProperties": False, "allOf": [of({"a": {}})]},
+        "#/allOf/0/properties is not supported where another schema has additionalProperties",
+    ),
+    "tuple, and all": (
+        of({"a": {"allOf": [{"prefixItems": [{}]}, {"items": {"type": "null"}}]}}),
+        "#/properties/a/allOf/1/items is not supported where another schema has prefixItems",
+    ),
+    "two minima": (
+        of({"a": {"allOf": [{"minimum": 1}, {"minimum": 2}]}}),
+        "a/allOf/1/minimum is not supported where another schema has it, too",
+    ),
+    "itself, among keys": (
+        of({"a": {"$ref": "#", "minProperties": 0}}),
+        "must not refer to itself beside other keys",
+    ),
+    "anchor": (of({"a": {"$ref": "#node"}}), "must be '#' or begin with '#/', got '#node'"),
+    "no names": ({"type": "object", "required": [1]}, r"required must be a list of texts, got"),
+    "negative": (of({"a": {"minLength": -1}}), "must be a whole number from 0 on, got -1"),
+    "numbers": (of({"a": {"minimum": 3, "maximum": 2}}), "#/properties/a cannot be used: .*than"),
+    "look-ahead": (
+        of({"a": {"pattern": "(?=a)b"}}),
+        "function 'f': #/properties/a/pattern cannot be used: look-around",
+    ),
+    "unevaluated": (of({}, unevaluatedProperties=True), "unevaluatedProperties must be false, got"),
+    "few properties": (of({"a": {}, "b": {}}, maxProperties=1), "#/maxProperties is not supported"),
+    "odd name": (of({'<|"|>': {}}), "#/properties has a name with <|"),
     "required, but not there": (of({}, "x", additionalProperties=False), "names 'x'"),
     "lengths": (of({"a": {"type": "string", "minLength": 3, "maxLength": 2}}), "maxLength must"),
     "few items": (of({"a": {"type": "array", "minItems": 3, "maxItems": 2}}), "minItems must be"),
@@ -229,6 +288,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too many forms": (
         of({"a": {"allOf": [{"anyOf": [{"type": "string"}, {"type": "null"}]}] * 12}}),
         "#/properties/a must have at most 1000 forms",
+    ),
+    "too many forms of one": (
+        of({"a": {"oneOf": [{"anyOf": [{"const": i}] * 300} for i in range(4)]}}),
+        "#/properties/a must have at most 1000 forms",
+    ),
+    "too many schemas": (
+        {
+            **{f"{i}": {"allOf": [{"$ref": f"#/{i - 1}"}] * 2} for i in range(30)},
+            "-1": {},
+            "$ref": "#/29",
+        },
+        "# must lead to at most 10000 schemas",
     ),
     "delimiter": (of({"a": {"const": 'x<|"|>'}}), "with <|"),
 }

@@ -51,13 +51,19 @@ def test_llguidance_still_needs_it() -> None:
 def test_patterns_are_found_where_schemas_have_them() -> None:
     mended = mend_pattern("[^a]")
     schema = {
-        "properties": {"pattern": {"type": "string", "pattern": "[^a]"}},
+        "properties": {
+            "pattern": {"type": "string", "pattern": "[^a]"},
+            "default": {"pattern": "[^a]"},
+        },
         "patternProperties": {"[^a]": {"items": [{"pattern": "[^a]"}]}},
         "enum": [{"pattern": "[^a]"}],
     }
     found = mend_patterns(schema)
     assert found == {
-        "properties": {"pattern": {"type": "string", "pattern": mended}},
+        "properties": {
+            "pattern": {"type": "string", "pattern": mended},
+            "default": {"pattern": mended},
+        },
         "patternProperties": {mended: {"items": [{"pattern": mended}]}},
         "enum": [{"pattern": "[^a]"}],
     }

@@ -21,7 +21,8 @@ from tests.unit.grammar.special_tokens import (
 from vllm_dllm.grammar.canvas import ConstrainedCanvas, constrain_canvas
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import has_token
+from vllm_dllm.grammar.masks import has_token, unpack_mask
+from vllm_dllm.grammar.revealed_run import RowCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.state import GrammarState, Reasoning
 
 THINK = Reasoning(frozenset({THOUGHT_ENDS}))
@@ -54,6 +55,15 @@ def test_the_form_begins_amid_a_canvas() -> None:
     # What is thought is nobody's business.
     assert found.path.num_reasoning == len(encode(thought)) + 1
     assert found.path.cost_nats == 0 and min(found.path.masks) >= found.path.num_reasoning
+
+
+def test_a_run_ends_the_reasoning_where_the_model_would_stop() -> None:
+    def choose(row: int, mask: np.ndarray | None) -> RowCandidate:
+        token = EOS if mask is None else int(unpack_mask(mask, V).argmax())
+        return RowCandidate(token, 1.0, 0.0)
+
+    run = reveal_run(start(), choose, 0, 1, 200, RunRule(1, 0.5, 0.0), EOS)
+    assert run == ([THOUGHT_ENDS], False)
 
 
 def test_only_what_follows_is_repaired() -> None:

@@ -42,6 +42,9 @@ def of(**wanted: Any) -> StructuredOutputsParams:
 
 
 PERSON = of(json=SCHEMAS["person"])
+DATES = {"d": {"type": "string", "format": "date", "pattern": "^20"}}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": DATES}}
+CALLS = {"format": {"type": "gemma4_calls", "functions": [FUNCTION]}}
 TAG = {"structures": [{"begin": "<c>", "schema": {}, "end": "</c>"}], "triggers": ["<c>"]}
 
 
@@ -56,8 +59,12 @@ TAG = {"structures": [{"begin": "<c>", "schema": {}, "end": "</c>"}], "triggers"
         of(grammar='start: "a"'),
         of(grammar='root ::= "a"'),
         of(structural_tag=json.dumps(TAG)),
+        of(structural_tag=json.dumps(CALLS)),
     ],
-    ids=["json", "json text", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"],
+    ids=[
+        *("json", "json text", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"),
+        "calls",
+    ],
 )
 def test_admitted(tokenizer: Any, wanted: StructuredOutputsParams) -> None:
     check(tokenizer, wanted)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorConfig, save_predictor
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
+from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.drafter import measurements, reference
 from vllm_dllm.tools.drafter.measurements import Measurements
 from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
@@ -46,7 +47,7 @@ def calibrate_width(
     the report. Raises InputError for input that cannot be used."""
     resumable.check_out(out)
     model = reference.load_drafter(drafter)
-    text_config = reference.target_text_config(target)
+    text_config = read_config(target).get_text_config()
     reference.check_fit(model.config, text_config, (str(drafter), str(target)))
     sizes = measurements.candidate_sizes(model.config.block_size, radius)
     room = text_config.max_position_embeddings - max_tokens

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     PreTrainedModel,
@@ -208,14 +207,6 @@ def load_target(path: Path, device: str) -> Target:
     slow there."""
     dtype = torch.float32 if device == "cpu" else "auto"
     return Target(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device))
-
-
-def target_text_config(path: Path) -> Any:
-    """Returns the text part of a model's config. Raises InputError if the folder has no
-    config.json."""
-    if not (path / "config.json").is_file():
-        raise InputError(f"{path} holds no model: expected a folder with config.json")
-    return AutoConfig.from_pretrained(path).get_text_config()
 
 
 def check_fit(drafter: Any, target: Any, names: tuple[str, str] = ("given", "given")) -> None:

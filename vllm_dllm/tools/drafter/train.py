@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
+from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.drafter import reference
 from vllm_dllm.tools.drafter.fit import (
     STATE_FILE,
@@ -60,7 +61,7 @@ def train(
     settings = TrainingOptions(**options)
     resumable.check_out(out)
     _check_arguments(settings, prompts, server, from_buffer, init_from)
-    text_config = reference.target_text_config(target)
+    text_config = read_config(target).get_text_config()
     start = reference.load_drafter(init_from) if init_from else None
     config = start.config if start else config_for_target(target, text_config, settings)
     reference.check_fit(config, text_config, (str(init_from or "asked for"), str(target)))

@@ -124,9 +124,7 @@ def _try_first_prompt(spec: str, name: str, task: Task) -> None:
                 f"task '{name}' of '{spec}' has the metric '{metric['metric']}', expected one of "
                 f"{', '.join(sorted(METRIC_REGISTRY))}"
             )
-    first = next(iter(task.eval_docs), None)
-    if first is None:
-        raise InputError(f"task '{name}' of '{spec}' has no prompts")
+    first = next(iter(task.eval_docs))
     task.doc_to_text(first)
     task.doc_to_target(first)
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-from vllm_dllm.config.architectures import register_configs
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.step_sizes import max_canvases_per_step
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.weight_files import read_json, read_shards
+from vllm_dllm.quantization.weight_files import read_shards
+from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
 
 GIB = 1 << 30
@@ -198,7 +198,7 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
     Raises:
         InputError: it is not a diffusion language model, or its files are damaged.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     text = config.get_text_config()
     if not (canvas_length := getattr(config, "canvas_length", None)):
         raise InputError(
@@ -230,19 +230,6 @@ def _serves_images(folder: Path, config: PretrainedConfig) -> bool:
     except OSError:  # no settings of an image processor
         return False
     return True
-
-
-def _read_config(folder: Path) -> PretrainedConfig:
-    """Returns config.json as transformers reads it. Raises InputError if that is not possible."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise InputError(f"{file} does not exist: expected the folder of a checkpoint")
-    read_json(file)  # says what is wrong with the file, if it is no JSON
-    register_configs()
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except ValueError as error:
-        raise InputError(f"{file} is not what transformers expects ({error})") from error
 
 
 def _read_layer(text: Any, index: int) -> Layer:

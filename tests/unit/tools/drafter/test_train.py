@@ -15,9 +15,10 @@ from checkpoints.recipes.drafter.tiny import MASK_TOKEN, make_tiny_drafter, make
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.drafter import fit, train
 from vllm_dllm.tools.drafter.fit import TrainingOptions
-from vllm_dllm.tools.drafter.reference import load_drafter, load_target, target_text_config
+from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 from vllm_dllm.tools.drafter.sequences import KnownSequence, complete, read_prompts
 
 pytestmark = pytest.mark.numerics
@@ -75,7 +76,7 @@ def stopped_at(step: int) -> Iterator[None]:
 
 def longest_answered(target_folder: Path, prompt_file: Path) -> int:
     """Tokens of a prompt and its answer."""
-    room = target_text_config(target_folder).max_position_embeddings - OPTIONS["max_tokens"]
+    room = read_config(target_folder).max_position_embeddings - OPTIONS["max_tokens"]
     questions = read_prompts(prompt_file, target_folder, room)
     answers = complete(load_target(target_folder, "cpu"), questions, OPTIONS["max_tokens"])
     return max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))

@@ -172,3 +172,19 @@ def test_what_cannot_be_planned(
 ) -> None:
     assert cli.main(["plan", *arguments, "--gpu", "h100"]) == 1
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model_type": "nosuch"}, "model type `nosuch`"),
+        ({"model_type": "qwen3", "num_hidden_layers": "4"}, "'num_hidden_layers' expected int"),
+    ],
+)
+def test_a_config_that_transformers_cannot_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: object, complaint: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(tmp_path), "--gpu", "h100"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json is not what transformers expects" in line and complaint in line

@@ -51,6 +51,13 @@ def move(to: str) -> Callable[[Path], None]:
     return damage
 
 
+def header(text: bytes) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / SECOND).write_bytes(len(text).to_bytes(8, "little") + text)
+
+    return damage
+
+
 def without_a_tensor(folder: Path) -> None:
     save_file({f"1.{n}": torch.zeros(1) for n in range(4)}, folder / SECOND)
 
@@ -63,6 +70,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         f"{SECOND} is missing.*5 tensors;{AGAIN}",
     ),
     "header cut short": (cut(SECOND, 100), rf"{SECOND} is not a whole .*\(.*header.*\):{AGAIN}"),
+    "a header of no JSON": (header(b"{"), rf"{SECOND} is not a whole .*\(.*\):{AGAIN}"),
+    "a header of no places": (
+        header(b'{"1.0": {"data_offsets": [0, "4"]}}'),
+        rf"{SECOND} is not a whole .*\(.*\):{AGAIN}",
+    ),
     "another's": (without_a_tensor, rf"{SECOND} lacks 1\.4.*do not belong together;.*both again"),
     "index cut short": (cut(INDEX, 20), rf"index\.json is not JSON{AGAIN}"),
     "index of nothing": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
