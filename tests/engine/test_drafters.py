@@ -148,6 +148,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "steps": engine({"draft_steps": 3, "schedule": "linear"}),
     "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
     "prefix caching off": engine(enable_prefix_caching=False),
+    "wider than trained": engine(speculative={"num_speculative_tokens": WIDTH + 2}),
 }
 
 
@@ -211,6 +212,7 @@ def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
     }
     assert max(lengths["fixed"]) == 6
     assert max(lengths["prefix caching off"]) > 6
+    assert max(lengths["wider than trained"]) == WIDTH + 3
     assert lengths["no room for drafts"] == []
     # The predictor chooses blocks of 4, 9 and 16; the widest holds until it has spoken.
     assert lengths["blockpilot"] and max(lengths["blockpilot"]) <= 16

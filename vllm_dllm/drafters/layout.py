@@ -13,10 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 PADDING = 1024  # a target's vocabulary may have as many tokens more than its drafter's
 
@@ -114,9 +117,9 @@ def check_drafter(
 
 
 def check_served_drafter(vllm_config: "VllmConfig", needed: Collection[str] = ()) -> DrafterLayout:
-    """Returns the layout of the drafter that a server is told to use. Raises DrafterMismatch if its
-    config is not complete or lacks one of the keys `needed`, if it does not fit the target, or if
-    more tokens are to be drafted than it was trained for."""
+    """Returns the layout of the drafter that a server is told to use. Logs a warning if it is to
+    draft more tokens than it was trained for. Raises DrafterMismatch if its config is not complete
+    or lacks one of the keys `needed`, or if it does not fit the target."""
     speculation, target = vllm_config.speculative_config, vllm_config.model_config
     draft, num_drafted = speculation.draft_model_config, speculation.num_speculative_tokens
     # vLLM's configuration of a drafter lacks the block size.
@@ -129,9 +132,13 @@ def check_served_drafter(vllm_config: "VllmConfig", needed: Collection[str] = ()
         needed,
     )
     if layout.block_size is not None and num_drafted > layout.block_size - 1:
-        raise DrafterMismatch(
-            f"num_speculative_tokens of --speculative-config is {num_drafted}, but the drafter "
-            f"{draft.model} was trained with blocks of {layout.block_size}, the anchor and "
-            f"{layout.block_size - 1} drafted tokens. Ask for at most {layout.block_size - 1}."
+        # Not refused: published commands ask for a whole block, and answers stay the target's.
+        logger.warning_once(
+            "num_speculative_tokens of --speculative-config is %d, but the drafter %s was trained "
+            "with blocks of %d, the anchor and %d drafted tokens. Those beyond may be worse.",
+            num_drafted,
+            draft.model,
+            layout.block_size,
+            layout.block_size - 1,
         )
     return layout

@@ -35,6 +35,8 @@ def check_engine_arguments(arguments: EngineArgs) -> None:
     config of a DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
+    if "speculators_config" in _read_config(folder):
+        return  # a drafter that names its target, which vLLM serves with it
     if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
         _check_tokenizer(folder)
     if not arguments.trust_remote_code:

@@ -149,6 +149,14 @@ def test_an_architecture_that_nobody_knows(clone: Path) -> None:
     check_engine_arguments(arguments(small, tokenizer="elsewhere", trust_remote_code=True))
 
 
+def test_a_drafter_that_names_its_target(clone: Path) -> None:
+    """It has neither the target's tokenizer nor an architecture of vLLM's, which serves the
+    target."""
+    verifier = {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}
+    drafter = {"architectures": ["DFlashSpeculator"], "speculators_config": verifier}
+    check_engine_arguments(arguments(write(clone / "checkpoints" / "small", **drafter)))
+
+
 def test_a_target_is_no_drafter(clone: Path) -> None:
     large = write(clone / "checkpoints" / "large", num_hidden_layers=2)
     drafter = {"method": "dflash", "model": large}
