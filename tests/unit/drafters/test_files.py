@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
 from tests.engines import one_rank
 from vllm_dllm import plugin
+from vllm_dllm.drafters import layout
 from vllm_dllm.drafters.dflash2 import KEYS
 from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter, check_served_drafter
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
@@ -69,10 +69,11 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
         check_drafter(config, target, "drafter", "target", KEYS)
 
 
-@pytest.mark.parametrize(("num_drafted", "fits"), [(15, True), (16, False)])
-def test_no_more_tokens_are_drafted_than_were_trained(
-    tmp_path: Path, num_drafted: int, fits: bool
+@pytest.mark.parametrize(("num_drafted", "warns"), [(15, False), (16, True)])
+def test_more_tokens_than_were_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafted: int, warns: bool
 ) -> None:
+    """A warning says so. vLLM's own test of DFlash asks for 16 with blocks of 16."""
     config = EngineArgs(
         str(TARGET),
         skip_tokenizer_init=True,
@@ -82,6 +83,10 @@ def test_no_more_tokens_are_drafted_than_were_trained(
             "num_speculative_tokens": num_drafted,
         },
     ).create_engine_config()
-    error = pytest.raises(DrafterMismatch, match=r"is 16, .* blocks of 16, .* Ask for at most 15\.")
-    with nullcontext() if fits else error:
-        check_served_drafter(config, KEYS)
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        layout.logger, "warning_once", lambda text, *values: warnings.append(text % values)
+    )
+    check_served_drafter(config, KEYS)
+    assert len(warnings) == warns
+    assert not warns or ("is 16, but the drafter" in warnings[0] and "blocks of 16" in warnings[0])
