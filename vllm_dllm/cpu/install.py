@@ -27,7 +27,13 @@ def install() -> None:
 
 def prepare(config: VllmConfig) -> None:
     """Sets worker class and warm-up of a model that runner v2 will run on this CPU, in `config`,
-    and variables in this process' environment, which the engine and its workers inherit."""
+    and variables in this process' environment, which the engine and its workers inherit. Raises
+    ValueError for a drafter's target with recurrent layers, which would answer wrongly."""
+    if config.speculative_config is not None and config.model_config.is_hybrid:
+        raise ValueError(
+            "A target with recurrent layers cannot have a drafter on a CPU: its answers would "
+            "change. Leave --speculative-config out, or use a GPU."
+        )
     if config.parallel_config.worker_cls == runner.STOCK_CPU_WORKER:
         config.parallel_config.worker_cls = CPU_WORKER
     config.kernel_config.enable_jit_warmup = False  # there is nothing to compile

@@ -35,7 +35,15 @@ def config_with_worker(worker_cls: str) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=worker_cls, enable_batch_sharded_sampling=True),
         kernel_config=SimpleNamespace(enable_jit_warmup=True),
+        speculative_config=None,
     )
+
+
+def test_targets_with_recurrent_layers_are_not_drafted_for() -> None:
+    config = config_with_worker("any")
+    config.speculative_config, config.model_config = True, SimpleNamespace(is_hybrid=True)
+    with pytest.raises(ValueError, match="with recurrent layers cannot have a drafter on a CPU"):
+        install.prepare(config)
 
 
 def test_prepare_replaces_only_vllms_own_worker(no_openmp_settings: None) -> None:
