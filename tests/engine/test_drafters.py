@@ -294,11 +294,16 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "rows_at_once"),
-    [("raw_logprobs", 999), ("processed_logprobs", 20), ("raw_logits", 999)],
+    ("mode", "rows_at_once", "options"),
+    [
+        ("raw_logprobs", 999, {}),
+        ("raw_logprobs", 999, {"async_scheduling": True}),
+        ("processed_logprobs", 20, {}),
+        ("raw_logits", 999, {}),
+    ],
 )
 def test_named_tokens_are_scored_beside_drafts(
-    monkeypatch: pytest.MonkeyPatch, mode: str, rows_at_once: int
+    monkeypatch: pytest.MonkeyPatch, mode: str, rows_at_once: int, options: dict[str, Any]
 ) -> None:
     """The tokens of `logprob_token_ids`, at each token of an answer. Other requests of the step
     want drafts verified, the most probable tokens, or one token and nothing else."""
@@ -312,7 +317,7 @@ def test_named_tokens_are_scored_beside_drafts(
     ]
     asked = [wanted[i % len(wanted)] for i in range(len(prompts))]
     params = [SamplingParams(temperature=0, ignore_eos=True, **each) for each in asked]
-    with started(engine(logprobs_mode=mode, max_num_seqs=5)) as llm:
+    with started(engine(logprobs_mode=mode, max_num_seqs=5, **options)) as llm:
         recorder = Recorder(llm)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(inputs, params, use_tqdm=False)

@@ -1,0 +1,175 @@
+"""What a start refuses or warns of: options that nobody reads, values that cannot be served."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.paths import CHECKPOINTS
+from tests.unit.serving_config.conftest import Configure
+from vllm_dllm import plugin, serving_config
+from vllm_dllm.scheduling import scheduler
+from vllm_dllm.serving_config import images
+
+
+def test_a_scheduler_of_the_users_knows_canvases(configure: Configure) -> None:
+    """vLLM's own for diffusion models may be asked for. With others, requests waited for ever."""
+    module = "vllm.v1.core.sched"
+    configure(scheduler_cls=f"{module}.diffusion_scheduler.DiffusionAsyncScheduler")
+    configure(scheduler_cls=scheduler.CanvasScheduler)
+    with pytest.raises(ValueError, match=r"scheduler_cls must be a subclass of vllm.*, got 'vllm"):
+        configure(scheduler_cls=f"{module}.async_scheduler.AsyncScheduler")
+
+
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"enable_mm_embeds": True}, "--enable-mm-embeds asks for embeddings"),
+        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init leaves out the tokenizer"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "FULL captures prompts"),
+        ({"max_num_batched_tokens": 71, "max_num_seqs": 1}, "72 tokens of one step, and .* is 71"),
+        ({"max_num_batched_tokens": 72, "max_num_seqs": 1}, None),
+        ({"mm_processor_kwargs": {"max_soft_tokens": 70}}, None),
+    ],
+)
+def test_where_images_cannot_be_served(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], obstacle: str | None
+) -> None:
+    plugin.register()
+    warnings: list[tuple[str, str]] = []
+    monkeypatch.setattr(images.logger, "warning", lambda *said: warnings.append(said))
+    folder = str(CHECKPOINTS / "diffusiongemma-tiny-vision")
+    made = EngineArgs(folder, max_model_len=1024, **options).create_engine_config()
+    assert made.model_config.multimodal_config.language_model_only == (obstacle is not None)
+    assert len(warnings) == (obstacle is not None)
+    assert all(re.search(str(obstacle), reason) for _, reason in warnings)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "complaint"),
+    [
+        ("configure", "entropy_bound", '"diffusion_entropy_bound": ...'),
+        ("configure", "diffusion_max_steps", '"diffusion_max_steps": ...'),
+        ("configure", "max_denoise_steps", "is not known. Did you mean max_denoising_steps"),
+        ("configure", "edit_steps", "has no effect on this model. Leave it out."),
+        ("masked", "max_denoising_steps", '"diffusion_max_steps": ...'),
+        ("masked", "t_max", "has no effect on this model. Leave it out."),
+        ("masked", "sampler_config", "has no effect on this model. Leave it out."),
+    ],
+)
+def test_settings_that_generation_settings_do_not_have(
+    request: pytest.FixtureRequest, family: str, name: str, complaint: str
+) -> None:
+    """vLLM ignores names it does not know there."""
+    create: Configure = request.getfixturevalue(family)
+    with pytest.raises(ValueError, match=re.escape(f"{name} in --override-generation-config")) as e:
+        create(override_generation_config={name: 2})
+    assert complaint in str(e.value)
+
+
+def test_settings_that_generation_settings_have(configure: Configure, masked: Configure) -> None:
+    for name, value in {"t_max": 0.9, "max_denoising_steps": 2, "top_k": 5, "mine": 1}.items():
+        configure(override_generation_config={name: value})
+    masked(override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
+
+
+PUBLISHED = {"diffusion_sampler": "entropy_bound", "diffusion_entropy_bound": 0.1}
+"""`--hf-overrides` of the command that Google's and vLLM's guides have for DiffusionGemma."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value", "remedy"),
+    [
+        ("configure", "diffusion_entropy_bound", 0.2, '{"diffusion_entropy_bound": 0.2}'),
+        ("configure", "diffusion_sampler", "confidence", '{"diffusion_acceptance": "confidence"}'),
+        ("configure", "diffusion_max_steps", 3, '{"diffusion_max_steps": 3}'),
+        ("configure", "diffusion_edge", 3, "this server does. Leave it out."),
+        ("masked", "diffusion_sampler", "entropy_bound", '"entropy_bound"}'),
+    ],
+)
+def test_keys_in_hf_overrides_say_what_the_server_does(
+    request: pytest.FixtureRequest, family: str, name: str, value: Any, remedy: str
+) -> None:
+    """Nothing reads them there."""
+    create: Configure = request.getfixturevalue(family)
+    with pytest.raises(ValueError, match=f"{name} in --hf-overrides has no effect") as refusal:
+        create(hf_overrides={"block_size": 4, name: value})
+    assert remedy in str(refusal.value)
+    defaults = {"diffusion_entropy_bound": 0.1, "diffusion_acceptance": "entropy_bound"}
+    create(hf_overrides=PUBLISHED, additional_config={"vllm_dllm": {"defaults": defaults}})
+
+
+def test_the_published_command(configure: Configure) -> None:
+    configure(hf_overrides=PUBLISHED, generation_config="vllm", max_num_seqs=4)
+
+
+def test_a_default_of_verified_drafts_needs_room_for_two_blocks() -> None:
+    plugin.register()
+    settings = {"defaults": {"diffusion_acceptance": "verified"}}
+    with pytest.raises(ValueError, match="'verified' needs room for two blocks in a canvas"):
+        EngineArgs(
+            str(CHECKPOINTS / "sdar-tiny"),
+            enforce_eager=True,
+            additional_config={"vllm_dllm": settings},
+        ).create_engine_config()
+
+
+def test_a_default_of_more_blocks_in_flight_than_there_are() -> None:
+    plugin.register()
+    settings = {"blocks_in_flight": 2, "defaults": {"diffusion_blocks_in_flight": 3}}
+    with pytest.raises(ValueError, match=r"diffusion_blocks_in_flight must be at most 2, .* got 3"):
+        EngineArgs(
+            str(CHECKPOINTS / "sdar-tiny"),
+            enforce_eager=True,
+            additional_config={"vllm_dllm": settings},
+        ).create_engine_config()
+
+
+@pytest.mark.parametrize("option", [{"runner": "pooling"}, {"convert": "embed"}])
+def test_no_embeddings(configure: Configure, masked: Configure, option: dict[str, Any]) -> None:
+    for create in (configure, masked):
+        with pytest.raises(ValueError, match="runner must be generate for a diffusion model, got"):
+            create(**option)
+
+
+def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
+    with pytest.raises(ValueError, match="blocks_in_flight must be 1 for this model, got 2"):
+        configure(additional_config={"vllm_dllm": {"blocks_in_flight": 2}})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logits_processors": ["module:Processor"]},
+        {"enable_trace_replay": True},
+        {"kv_sharing_fast_prefill": True},
+        {"enable_return_routed_experts": True},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_of_vllm_s_own_sampler_are_refused(
+    configure: Configure, masked: Configure, option: dict[str, Any]
+) -> None:
+    """They would be ignored, or the first answer would end the engine."""
+    name, value = next(iter(option.items()))
+    message = re.escape(f"{name} is not possible with a diffusion model, got {value!r}")
+    with pytest.raises(ValueError, match=message):
+        configure(**option)
+    if name != "enable_return_routed_experts":  # vLLM refuses it first, without experts
+        with pytest.raises(ValueError, match=message):
+            masked(**option)
+
+
+@pytest.mark.parametrize(("block_length", "warnings"), [(3, 0), (4, 0), (64, 1)])
+def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
+    masked: Configure, block_length: int, warnings: int, logged: Callable[..., list[str]]
+) -> None:
+    log = logged(serving_config)
+    config = masked(diffusion_config={"canvas_length": block_length})
+    assert config.diffusion_config.canvas_length == block_length
+    assert len(log) == warnings
+    assert all(
+        "blocks of 64 tokens, and the checkpoint has blocks of 4 (block" in line for line in log
+    )
