@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from vllm import _custom_ops
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -36,6 +37,18 @@ class DFlash2Hooks(FiniteStatesSpeculator, DFlash2Speculator):
 
 class DFlashHooks(FiniteStatesSpeculator):
     """vLLM's DFlash speculator, with some of its steps open to subclasses."""
+
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Returns the drafter. One without embeddings of its own shares the target's table, and
+        scales them as Gemma targets do."""
+        drafter = super().load_draft_model(target_model, target_attn_layer_names)
+        if not getattr(drafter, "has_own_embed_tokens", False):
+            find_language_model = getattr(target_model, "get_language_model", lambda: target_model)
+            target = getattr(find_language_model(), "model", None)
+            drafter.model.embedding_scale = float(getattr(target, "normalizer", 1.0))
+        return drafter
 
     def blocks_prepared(self) -> None:
         """Hook that does nothing here. Called when the inputs of the step's draft blocks are in the
@@ -153,11 +166,16 @@ class DFlashHooks(FiniteStatesSpeculator):
             self.draft_tokens[:num_reqs] = drafts
 
 
-class KeyNormOfEachLayer(DFlashQwen3Model):
-    """vLLM's DFlash model, with the right norm of context keys on CPUs, where it also takes dummy
-    weights."""
+class MendedDFlashModel(DFlashQwen3Model):
+    """vLLM's DFlash model, with embeddings scaled as the target's are. On CPUs it has the right
+    norm of context keys, and takes dummy weights."""
 
     _fused_kv_weight: torch.Tensor | None
+    embedding_scale = 1.0
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the scaled embeddings [num_tokens, hidden_size] of tokens [num_tokens]."""
+        return super().embed_input_ids(input_ids) * self.embedding_scale
 
     def _build_context_kv_buffers(self, *args: Any, **kwargs: Any) -> None:
         """Keeps weights of the context's keys and values, in place. With `--load-format dummy` vLLM

@@ -25,7 +25,7 @@ from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
-from vllm_dllm.drafters.layout import check_served_drafter
+from vllm_dllm.drafters.layout import check_served_drafter, extend_positions
 from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 logger = init_logger(__name__)
@@ -39,12 +39,13 @@ class WidthDFlashSpeculator(DFlashHooks):
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
-        """Checks drafter and settings, changes the drafter's configuration in place if it has a
-        window to set, and loads the predictor of widths if there is one. `req_states`: the runner's
-        tokens of all requests."""
+        """Checks drafter and settings, gives the drafter's configuration the server's positions and
+        window, in place, and loads the predictor of widths if there is one. `req_states`: the
+        runner's tokens of all requests."""
         config = ExtensionConfig.from_additional_config(vllm_config.additional_config).drafter
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
         layout = check_served_drafter(vllm_config)
+        extend_positions(vllm_config)
         if config.draft_window is not None:
             set_draft_window(draft, config.draft_window)
         super().__init__(vllm_config, device)

@@ -4,7 +4,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_dllm.compat.dflash import DFlash2Hooks
-from vllm_dllm.drafters.layout import check_served_drafter
+from vllm_dllm.drafters.layout import check_served_drafter, extend_positions
 
 KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash2 only
 
@@ -15,4 +15,5 @@ class CheckedDFlash2Speculator(DFlash2Hooks):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         check_served_drafter(vllm_config, KEYS)
+        extend_positions(vllm_config)
         super().__init__(vllm_config, device)

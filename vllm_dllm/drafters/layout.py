@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+TABLE_ROPES = {"default", "linear", "llama3", "ntk", "proportional"}
+"""Types of rotary embeddings for which `max_position_embeddings` is only the size of a table."""
+
 PADDING = 1024  # a target's vocabulary may have as many tokens more than its drafter's
 
 
@@ -142,3 +145,20 @@ def check_served_drafter(vllm_config: "VllmConfig", needed: Collection[str] = ()
             layout.block_size - 1,
         )
     return layout
+
+
+def extend_positions(vllm_config: "VllmConfig") -> None:
+    """Gives the drafter rotary positions for the longest request, as vLLM 0.33 does: changes the
+    drafter's configuration in place. Kernels would read beyond the end of a shorter table. Raises
+    DrafterMismatch if a longer table would rotate otherwise."""
+    draft = vllm_config.speculative_config.draft_model_config
+    config, needed = draft.hf_config, vllm_config.model_config.max_model_len
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in TABLE_ROPES:
+        config.max_position_embeddings = max(config.max_position_embeddings, needed)
+    elif draft.max_model_len < needed:
+        raise DrafterMismatch(
+            f"the drafter {draft.model} has positions for {draft.max_model_len} tokens, and a "
+            f"request may have {needed}. Start with --max-model-len {draft.max_model_len}, or "
+            f"without the drafter."
+        )

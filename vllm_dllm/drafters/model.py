@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_dllm.compat.dflash import KeyNormOfEachLayer
+from vllm_dllm.compat.dflash import MendedDFlashModel
 from vllm_dllm.quantization.complete_weights import CompleteWeights
 
 
@@ -34,4 +35,9 @@ class DFlash2DraftModel(CompleteDrafter, DFlash2Qwen3ForCausalLM):
 class DFlashDraftModel(CompleteDrafter):
     """The model of DFlash drafters."""
 
-    model_cls = KeyNormOfEachLayer
+    model_cls = MendedDFlashModel
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Caps logits if the drafter's config says so: those for Gemma targets do."""
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.logits_processor.soft_cap = getattr(self.config, "final_logit_softcapping", None)

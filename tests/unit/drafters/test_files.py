@@ -15,7 +15,12 @@ from tests.engines import one_rank
 from vllm_dllm import plugin
 from vllm_dllm.drafters import layout
 from vllm_dllm.drafters.dflash2 import KEYS
-from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter, check_served_drafter
+from vllm_dllm.drafters.layout import (
+    DrafterMismatch,
+    check_drafter,
+    check_served_drafter,
+    extend_positions,
+)
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
 
 Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
@@ -90,3 +95,27 @@ def test_more_tokens_than_were_trained(
     check_served_drafter(config, KEYS)
     assert len(warnings) == warns
     assert not warns or ("is 16, but the drafter" in warnings[0] and "blocks of 16" in warnings[0])
+
+
+@pytest.mark.parametrize("rope_type", ["default", "yarn"])
+def test_requests_longer_than_the_drafters_positions(tmp_path: Path, rope_type: str) -> None:
+    """The table of positions grows, or the server does not start: vLLM 0.32 would read beyond it,
+    and 0.33 lowers the limit of requests."""
+    path = make_dflash2(tmp_path)
+    settings = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 256}
+    if rope_type == "yarn":
+        settings["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0}
+        settings["rope_parameters"] |= {"original_max_position_embeddings": 128}
+    (path / "config.json").write_text(json.dumps(settings))
+    speculative = {"method": "dflash", "model": str(path), "num_speculative_tokens": 15}
+    config = EngineArgs(
+        str(TARGET), skip_tokenizer_init=True, speculative_config=speculative
+    ).create_engine_config()
+    config.model_config.max_model_len = 2048
+    draft = config.speculative_config.draft_model_config.hf_config
+    if rope_type == "yarn":
+        with pytest.raises(DrafterMismatch, match="positions for 256 tokens, and a"):
+            extend_positions(config)
+    else:
+        extend_positions(config)
+        assert draft.max_position_embeddings == 2048

@@ -11,13 +11,13 @@ from vllm.engine.arg_utils import EngineArgs
 from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
 from tests import tolerances
 from tests.engines import one_rank
-from vllm_dllm.compat.dflash import KeyNormOfEachLayer
+from vllm_dllm.compat.dflash import MendedDFlashModel
 
 pytestmark = pytest.mark.numerics
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyNormOfEachLayer]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MendedDFlashModel]:
     path = tmp_path_factory.mktemp("drafter")
     target = make_tiny_target(path / "target")
     drafter = make_tiny_drafter(path / "drafter", target)
@@ -33,13 +33,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyNormOfEachLay
         },
     ).create_engine_config()
     with one_rank(path), set_current_vllm_config(config):
-        model = KeyNormOfEachLayer(vllm_config=config, start_layer_id=4, prefix="model")
+        model = MendedDFlashModel(vllm_config=config, start_layer_id=4, prefix="model")
         model.load_weights(load_file(drafter / "model.safetensors").items())
         model._build_fused_kv_buffers()  # as vLLM does when a whole drafter is loaded
         yield model
 
 
-def test_each_layers_keys_get_their_own_norm(model: KeyNormOfEachLayer) -> None:
+def test_each_layers_keys_get_their_own_norm(model: MendedDFlashModel) -> None:
     """vLLM's CPU kernel takes the first layer's weight for all."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(len(model.layers), 5, 2, 32, generator=generator)

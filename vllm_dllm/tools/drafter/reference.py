@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -56,7 +55,13 @@ def make_drafter_config(
     block_size: int,  # slots, the anchor included
 ) -> Qwen3Config:
     """Returns the config of a new drafter, as wide as its target, in the layout of the published
-    drafters (z-lab/…-DFlash)."""
+    drafters (z-lab/…-DFlash). Where the target's layers differ, they are like its first, and rotate
+    by the base of those that see everything."""
+    layer = target.per_layer_config[0]
+    settings = {name: getattr(layer, name) for name in FROM_TARGET}
+    if (everything := target.rope_parameters.get("full_attention")) is not None:
+        base = everything["rope_theta"]
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
     return Qwen3Config(
         architectures=[ARCHITECTURE],
         num_hidden_layers=num_layers,
@@ -66,7 +71,7 @@ def make_drafter_config(
         block_size=block_size,
         num_target_layers=target.num_hidden_layers,
         dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(target_layer_ids)},
-        **{name: getattr(target, name) for name in FROM_TARGET},
+        **settings,
     )
 
 
@@ -193,9 +198,8 @@ class Target:
         return torch.cat([caught[i] for i in layer_ids], dim=-1), logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the embeddings [..., H] of tokens [...] int64. They are not scaled: vLLM shares
-        the table with the drafter, but not a scale."""
-        return F.embedding(tokens, self.model.get_input_embeddings().weight)
+        """Returns the embeddings [..., H] of tokens [...] int64, scaled if the target's are."""
+        return self.model.get_input_embeddings()(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the LM head's logits [..., V] for hidden states [..., H]."""
