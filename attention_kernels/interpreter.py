@@ -30,6 +30,7 @@ def interpret_language() -> None:
     set when Triton was loaded."""
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -39,6 +40,7 @@ def interpret_language() -> None:
     triton.knobs.propagate_env = propagates
     # A barrier orders the threads of a block; the interpreter has one.
     tl.debug_barrier = lambda *_, **__: None
+    libdevice.log1p = lambda x: tl.log(1.0 + x)  # the interpreter's device functions return None
     stand_ins: dict[int, InterpretedFunction] = {}
     for name, module in list(sys.modules.items()):
         if not name.startswith("triton.language"):

@@ -156,6 +156,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
     "prefix caching off": engine(enable_prefix_caching=False),
     "wider than trained": engine(speculative={"num_speculative_tokens": WIDTH + 2}),
+    "by batch size": engine(
+        speculative={"num_speculative_tokens_per_batch_size": [[1, 8, 9], [9, 16, 2]]}
+    ),
 }
 
 
@@ -223,6 +226,9 @@ def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
     assert lengths["no room for drafts"] == []
     # The predictor chooses blocks of 4, 9 and 16; the widest holds until it has spoken.
     assert lengths["blockpilot"] and max(lengths["blockpilot"]) <= 16
+    verified = by_setting["by batch size"]["verified"]
+    assert verified[0][0][1] == 2
+    assert max(width for request in verified for _, width in request) == 9
 
 
 def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:

@@ -120,12 +120,15 @@ def set_speculator_classes(dflash: str, dflash2: str) -> None:
         return stock(vllm_config, device, req_states)
 
 
-def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> None:
+def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> dict[str, int]:
     """Attaches the draft width of each request, by its id, to the step `output`. Changes it in
-    place. vLLM itself has one width for all requests."""
-    output.draft_widths = widths
+    place. vLLM itself has one width for all requests. Returns the widths, none of which is larger:
+    `num_speculative_tokens_per_batch_size` may have lowered it."""
+    most = output.num_spec_tokens_to_schedule
+    output.draft_widths = widths = {name: min(width, most) for name, width in widths.items()}
     output.num_spec_tokens_to_schedule = max(widths.values(), default=0)  # vLLM has one number
     output.skip_drafts = False  # vLLM 0.33 would skip drafting; a request's width says that here
+    return widths
 
 
 def set_placeholder_drafts(scheduler: Scheduler, output: SchedulerOutput) -> None:

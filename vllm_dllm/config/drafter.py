@@ -77,20 +77,22 @@ class DrafterConfig:
         return self.width or num_drafted
 
 
-def context_limit(config: DrafterConfig, draft_model_config: Any, max_model_len: int) -> int:
-    """Returns the tokens of the longest request that is drafted for. `draft_model_config`: vLLM's
-    configuration of the drafter. `max_model_len`: the target's limit.
+def context_limit(config: DrafterConfig, speculative_config: Any, max_model_len: int) -> int:
+    """Returns the tokens of the longest request that is drafted for. `speculative_config`: vLLM's,
+    whose own `max_model_len` counts, too. `max_model_len`: the target's limit.
 
     Raises:
         ValueError: `dflash_config.trained_context` in the drafter's config.json is no integer >= 1.
     """
     if config.max_context is not None:
         return config.max_context
-    own = getattr(draft_model_config.hf_config, "dflash_config", None) or {}
+    draft = speculative_config.draft_model_config
+    max_model_len = speculative_config.max_model_len or max_model_len
+    own = getattr(draft.hf_config, "dflash_config", None) or {}
     trained = own.get("trained_context", max_model_len)
     if not isinstance(trained, int) or trained < 1:
         raise ValueError(
-            f"dflash_config.trained_context of the drafter {draft_model_config.model} must be an "
+            f"dflash_config.trained_context of the drafter {draft.model} must be an "
             f"integer >= 1, got {trained!r}. Correct its config.json or set drafter.max_context."
         )
     return min(trained, max_model_len)

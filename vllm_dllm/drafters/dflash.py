@@ -71,7 +71,7 @@ class WidthDFlashSpeculator(DFlashHooks):
         connected = vllm_config.kv_transfer_config is not None
         self._pending = PendingContext(capacity=0 if connected else PENDING_TOKENS)
         # The most tokens of a request whose context is stored, with room for rejected drafts.
-        limit = context_limit(config, draft, target.max_model_len)
+        limit = context_limit(config, vllm_config.speculative_config, target.max_model_len)
         self._num_context = limit + self.num_speculative_steps + 1
         # [max_num_reqs] int32, read by the captured graph: tokens to draft for each request.
         self._block_widths = torch.full(

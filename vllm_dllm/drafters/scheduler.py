@@ -38,7 +38,7 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         config = ExtensionConfig.from_additional_config(self.vllm_config.additional_config).drafter
         self._policy = make_policy(config, self.num_spec_tokens)
         self._max_context = context_limit(
-            config, self.vllm_config.speculative_config.draft_model_config, self.max_model_len
+            config, self.vllm_config.speculative_config, self.max_model_len
         )
         self._buffer: BlockBuffer | None = None
         if config.buffer is not None:
@@ -88,8 +88,8 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         self._policy.step_scheduled(could_draft, len(requests))
         widths = dict.fromkeys(requests, 0)
         widths |= {request_id: self.draft_width(requests[request_id]) for request_id in could_draft}
+        widths = drafting.set_draft_widths(output, widths)
         self._draft_widths |= widths
-        drafting.set_draft_widths(output, widths)
         self._clock.step_scheduled(describe_step(output, widths), scheduled)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:

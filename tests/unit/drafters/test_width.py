@@ -169,16 +169,20 @@ def test_settings_that_make_no_sense(section: Any, message: str) -> None:
         read(section)
 
 
-def limit(max_context: int | None = None, **dflash_config: Any) -> int:
+def limit(
+    max_context: int | None = None, max_model_len: int | None = None, **dflash_config: Any
+) -> int:
     drafter = SimpleNamespace(model="drafter", hf_config=SimpleNamespace())
     if dflash_config:
         drafter.hf_config.dflash_config = dflash_config
-    return context_limit(DrafterConfig(max_context=max_context), drafter, 4096)
+    speculative = SimpleNamespace(draft_model_config=drafter, max_model_len=max_model_len)
+    return context_limit(DrafterConfig(max_context=max_context), speculative, 4096)
 
 
 def test_the_longest_request_is_the_drafters_longest_unless_said_otherwise() -> None:
     assert limit() == limit(mask_token_id=3) == limit(trained_context=9999) == 4096
-    assert limit(trained_context=435) == 435
+    assert limit(trained_context=435) == limit(trained_context=435, max_model_len=500) == 435
+    assert limit(max_model_len=64) == limit(max_model_len=64, trained_context=435) == 64
     assert limit(1000, trained_context=435) == 1000
     with pytest.raises(ValueError, match=r"trained_context of the drafter drafter .* got '435'"):
         limit(trained_context="435")
