@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from transformers import AutoTokenizer, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
@@ -21,15 +21,8 @@ from tests.engine.rounding import add_noise
 from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import version
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
-from vllm_dllm.tools.drafter.blocks import block_logits, make_blocks
 from vllm_dllm.tools.drafter.offline import Replayed, replay
-from vllm_dllm.tools.drafter.reference import (
-    DFlashDrafter,
-    load_drafter,
-    load_target,
-    make_drafter_config,
-    save_drafter,
-)
+from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
@@ -399,54 +392,3 @@ def test_a_drafter_of_no_numbers_drafts_nothing(tmp_path: Path, architecture: st
                 logits = target.model(torch.tensor([prompt + answer])).logits[0]
             for token, row in zip(answer, logits[len(prompt) - 1 :], strict=False):
                 assert is_best_guess(token, row.log_softmax(-1))
-
-
-@pytest.fixture
-def gemma_pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A Gemma 4 target, whose embeddings are scaled and whose layers differ, and a drafter as
-    `drafter train` begins with, both with random weights."""
-    torch.manual_seed(0)
-    config = Gemma4TextConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        global_head_dim=64,
-        hidden_size_per_layer_input=0,
-        initializer_range=0.08,
-    )
-    target, drafter = tmp_path / "target", tmp_path / "drafter"
-    Gemma4ForCausalLM(config).save_pretrained(target)
-    layout = {"num_layers": 2, "target_layer_ids": [1, 3, 4], "mask_token_id": 4, "block_size": 8}
-    random = DFlashDrafter(make_drafter_config(config, **layout))
-    for weight in random.parameters():
-        if weight.dim() == 2:
-            torch.nn.init.normal_(weight, std=0.15)  # else every guess is the mask itself
-    save_drafter(random, drafter, torch.float32)
-    return target, drafter
-
-
-def test_a_gemma_target_scales_its_drafters_embeddings(gemma_pair: tuple[Path, Path]) -> None:
-    """As z-lab's code does, which embeds a block by the target's module."""
-    path, drafter_path = gemma_pair
-    prompts = [list(range(10, 10 + length)) for length in (12, 90)]
-    speculative = {"model": str(drafter_path), "num_speculative_tokens": 7}
-    with started(engine(model=str(path), speculative=speculative)) as llm:
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        speculator, drafts = worker.model_runner.speculator, []
-        propose = speculator.propose
-        speculator.propose = lambda *a, **k: drafts.append(propose(*a, **k).clone()) or drafts[-1]
-        answers = ask(llm, {"prompts": prompts, "sampling": GREEDY | {"max_tokens": 20}})["tokens"]
-    target, drafter = load_target(path, "cpu"), load_drafter(drafter_path)
-    for prompt, answer, row in zip(prompts, answers, drafts[0].tolist(), strict=True):
-        tokens = torch.tensor([prompt + answer[:1] + row])
-        width = torch.tensor([[8]])
-        with torch.no_grad():
-            states, _ = target.states(tokens, drafter.target_layer_ids)
-            lengths, anchor = torch.tensor([tokens.shape[1]]), torch.tensor([[len(prompt)]])
-            blocks = make_blocks(tokens, lengths, anchor, width, 8, drafter.mask_token_id)
-            guesses = block_logits(drafter, target, states, blocks)[0, 1:].log_softmax(-1)
-        assert all(is_best_guess(*each) for each in zip(row, guesses, strict=True))
