@@ -30,7 +30,7 @@ def check_use(vllm_config: VllmConfig) -> None:
 
 
 def check_sampler_options(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for options that only vLLM's own samplers know, and for two with which an
+    """Raises ValueError for options that only vLLM's own runners know, and for two with which an
     assertion of vLLM's would end the engine: the experts of each token, and prefills that skip
     layers, at a request for `prompt_logprobs`."""
     model_config, drafts = vllm_config.model_config, vllm_config.speculative_config
@@ -38,6 +38,7 @@ def check_sampler_options(vllm_config: VllmConfig) -> None:
         ("speculative_config", drafts and drafts.method),
         ("logits_processors", model_config.logits_processors),
         ("enable_trace_replay", model_config.enable_trace_replay),
+        ("enable_prompt_embeds", model_config.enable_prompt_embeds),
         ("kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("enable_return_routed_experts", vllm_config.aux_output_config.enabled),
     ):

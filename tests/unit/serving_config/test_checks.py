@@ -145,6 +145,7 @@ def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
         {"logits_processors": ["module:Processor"]},
         {"enable_trace_replay": True},
         {"kv_sharing_fast_prefill": True},
+        {"enable_prompt_embeds": True},
         {"enable_return_routed_experts": True},
     ],
     ids=lambda option: next(iter(option)),
