@@ -38,9 +38,12 @@ def has_compiler() -> bool:
 def choose_compilation(vllm_config: VllmConfig) -> None:
     """Sets in `vllm_config`, in place, the compilation mode and backend that the command line left
     open. `--enforce-eager` and `--compilation-config` take precedence. Without a C++ compiler the
-    model runs as a trace, and the log says so."""
+    model runs as a trace, and the log says so. Engines that share experts are never compiled."""
     assert vllm_config.model_config is not None
     config = vllm_config.compilation_config
+    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        # A trace would keep how many rows each engine had in the step that was traced.
+        config.mode = CompilationMode.NONE
     is_eager = (
         vllm_config.model_config.enforce_eager
         or config.mode == CompilationMode.NONE

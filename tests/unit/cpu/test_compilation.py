@@ -39,8 +39,9 @@ EAGER = (CompilationMode.NONE, None, True)
         ({"enforce_eager": True}, EAGER, EAGER),
         ({"optimization_level": 0}, EAGER, EAGER),
         ({"compilation_config": {"mode": 2, "backend": "inductor"}}, COMPILED, COMPILED),
+        ({"data_parallel_size": 2}, EAGER, EAGER),
     ],
-    ids=["nothing", "eager", "level 0", "inductor"],
+    ids=["nothing", "eager", "level 0", "inductor", "shared experts"],
 )
 @pytest.mark.parametrize("is_there", [True, False], ids=["a compiler", "none"])
 def test_what_is_asked_for_or_what_the_compiler_allows(
