@@ -19,6 +19,7 @@ from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_first_token,
+    check_logprobs,
     check_numbers,
     check_request_limits,
     check_sampler_limits,
@@ -104,6 +105,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
         logger.warning_once("thinking_token_budget is ignored by diffusion models.")
     resolved = request.sampling_params
     check_numbers(resolved)
+    check_logprobs(resolved, served.vocab_size)
     check_allowed_tokens(resolved, is_constrained=options.constrained)
     check_first_token(resolved, served.vocab_size)
     if resolved.structured_outputs is not None:

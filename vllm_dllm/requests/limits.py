@@ -185,6 +185,19 @@ def check_allowed_tokens(params: SamplingParams, *, is_constrained: bool = False
         )
 
 
+def check_logprobs(params: SamplingParams, vocab_size: int) -> None:
+    """Raises VLLMValidationError if a request asks for the log-probabilities of more tokens than
+    the vocabulary has. `--max-logprobs` may allow it."""
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > vocab_size:
+            raise VLLMValidationError(
+                f"{name} must be at most {vocab_size}, the tokens of the vocabulary, got {count}. "
+                f"Ask for less, or for -1, which is all of them.",
+                parameter=name,
+            )
+
+
 def check_first_token(params: SamplingParams, vocab_size: int) -> None:
     """Raises VLLMValidationError if no token can begin the answer: `bad_words` and `min_tokens`
     exclude the whole vocabulary."""

@@ -289,6 +289,15 @@ def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:
     assert refusal({}, served(family=SDAR), prompt_logprobs=1).parameter == "prompt_logprobs"
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_of_more_tokens_than_there_are(name: str) -> None:
+    """`--max-logprobs` may allow them."""
+    to = served(limits=None)
+    for count in (None, -1, V):
+        assert options({}, to, **{name: count})
+    assert f"{name} must be at most {V}, " in str(refusal({}, to, **{name: V + 1}))
+
+
 def test_modes() -> None:
     """Of Nemotron; keys of steps are for one of them."""
     to, key = served(family=NEMOTRON), "diffusion_mode"
