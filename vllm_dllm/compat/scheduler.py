@@ -128,6 +128,11 @@ class SchedulerHooks(Scheduler):
         self.output_processed(scheduler_output)
         return outputs
 
+    def num_kept_of_session(self, session: Request) -> tuple[int, int]:
+        """Hook. Returns how many tokens a session of streamed inputs keeps when its next input
+        comes, and how many of them are not computed again; here those that are computed."""
+        return session.num_computed_tokens, session.num_computed_tokens
+
     def prefill_end(self, request: Request, end: int) -> int:
         """Hook. Returns the position up to `end` at which a chunk of a prompt must end; here
         `end`."""
@@ -163,6 +168,13 @@ class SchedulerHooks(Scheduler):
             planned = blocks[request.num_computed_tokens // manager.block_size :]
             manager.block_pool.evict_blocks({block.block_id for block in planned})
         super()._preempt_request(request, *args, **kwargs)
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        """Adds the next input of a session, in place, to the tokens that it keeps."""
+        kept, computed = self.num_kept_of_session(session)
+        session.num_computed_tokens = kept
+        super()._update_request_as_session(session, update)
+        session.num_computed_tokens = computed
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any

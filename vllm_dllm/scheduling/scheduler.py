@@ -32,12 +32,13 @@ from vllm_dllm.scheduling.canvas_counter import CanvasCounter, CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import canvas_family
 from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, end_before_image
+from vllm_dllm.scheduling.sessions import SessionScheduling
 from vllm_dllm.scheduling.spared_forwards import joins_commits, spares_last_commit
 
 logger = init_logger(__name__)
 
 
-class CanvasScheduling(CountedScheduling):
+class CanvasScheduling(CountedScheduling, SessionScheduling):
     """Mixed into both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
     that class' accounting sees the canvases that are added here. Most methods are hooks of
     `compat.scheduler.SchedulerHooks`, which vLLM's scheduler calls during a step."""

@@ -1,4 +1,4 @@
-"""How wide the canvases of masked models are."""
+"""How wide the canvases of masked models are, and what is computed anew."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ from tests.unit.step import worker
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.requests.options import OPTIONS_KEY
 from vllm_dllm.scheduling.families import AlignedBlocks
+from vllm_dllm.scheduling.sessions import SessionScheduling
 
 B, CONTEXT = 8, 110  # the context ends inside a block
 
@@ -46,3 +47,12 @@ def test_a_copy_of_the_block_follows_a_canvas_that_is_verified(in_flight: int) -
 def test_without_room_for_two_blocks_nothing_follows() -> None:
     """Such a server refuses the request."""
     assert family(1).canvas_width(request(3, "verified")) == 5
+
+
+def test_a_session_computes_its_last_block_anew() -> None:
+    """Its known tokens have seen positions that have changed."""
+    scheduler: Any = SimpleNamespace(family=family(1))
+    for num_tokens, computed, reused in ((30, 21, 16), (30, 24, 24), (30, 32, 24)):
+        session: Any = SimpleNamespace(num_tokens=num_tokens, num_computed_tokens=computed)
+        kept = SessionScheduling.num_kept_of_session(scheduler, session)
+        assert kept == (num_tokens, reused)
