@@ -63,6 +63,35 @@ def test_fast_dllms_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetM
         assert list(output.outputs[0].token_ids) == decode.generate(turn, 40, rule).tokens
 
 
+def test_fast_dllms_tokens_if_a_block_arrives_after_a_preemption(
+    engine: GetEngine, made: GetMade, asynchronous: None
+) -> None:
+    """Of the step that ran meanwhile. The prefill then takes two steps, and the canvas must wait
+    for the second one, which predicts its first token."""
+    checkpoint, decode = made("Fast-dLLM", 32)
+    model = engine(
+        checkpoint,
+        async_scheduling=True,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=64,
+        block_size=32,
+    )
+    prompt, rule = random_ids(32, VOCABULARY, 0), RULES["static"]
+    expected = decode.generate(prompt, 96, rule).tokens
+    core = model.llm.llm_engine
+    scheduler = core.engine_core.engine_core.scheduler
+    for last_step in range(2, 12):
+        core.add_request(f"until {last_step}", {"prompt_token_ids": prompt}, params_of(rule, 96, 0))
+        for _ in range(last_step):
+            core.step()
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, 0.0)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        while core.has_unfinished_requests():
+            outputs = core.step()
+        assert list(outputs[-1].outputs[0].token_ids) == expected
+
+
 def test_nemotrons_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
     checkpoint, decode = made("Nemotron", 32)
     model, rule = engine(checkpoint, block_size=32), RULES["dynamic"]

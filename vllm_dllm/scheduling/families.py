@@ -153,6 +153,8 @@ class AlignedBlocks(MaskedCanvases):
         return self.masked.block_length if self._has_copies(request) else self.canvas_length
 
     def placeholders_after_block(self, request: Request, joins_commits: bool) -> list[int]:
+        if not request.spec_token_ids:  # preempted meanwhile: its tokens are prefilled first
+            return []
         # The first canvas may have been narrower.
         return [-1] * (0 if self.is_seeded and joins_commits else self.canvas_width(request))
 
