@@ -82,7 +82,7 @@ class CanvasEndpoints:
         if engine_client is None or not engine_client.model_config.is_diffusion or folder is None:
             return
         config: ModelConfig = engine_client.model_config
-        texts = make_token_texts(engine_client.get_tokenizer())
+        texts = make_token_texts(engine_client.renderer.tokenizer)
         self._source = CanvasHub(folder), texts, config.served_model_name
         additional = engine_client.vllm_config.additional_config
         blocks = ExtensionConfig.from_additional_config(additional).blocks_in_flight
@@ -103,7 +103,10 @@ class CanvasEndpoints:
 def make_token_texts(tokenizer: Any) -> TokenTexts:
     """Returns a function that decodes the tokens of a canvas one by one. It decodes each token once
     and caches the text for the life of the process. The text of a special token is empty, and that
-    of a part of a character is U+FFFD."""
+    of a part of a character is U+FFFD. Without a tokenizer (--skip-tokenizer-init) all are
+    empty."""
+    if tokenizer is None:
+        return lambda tokens: [""] * len(tokens)
 
     @functools.cache
     def text(token: int) -> str:

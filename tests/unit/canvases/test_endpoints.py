@@ -78,7 +78,8 @@ def application(
         get_vocab_size=lambda: vocab_size,
     )
     config = SimpleNamespace(additional_config={"vllm_dllm": settings or {}})
-    engine = SimpleNamespace(model_config=model_config, vllm_config=config, get_tokenizer=Tokenizer)
+    renderer = SimpleNamespace(tokenizer=Tokenizer())
+    engine = SimpleNamespace(model_config=model_config, vllm_config=config, renderer=renderer)
     asyncio.run(plugin.init_state(engine, app.state, args))
     return TestClient(app)
 
@@ -177,3 +178,4 @@ def test_where_the_page_is(address: dict[str, Any], page: str) -> None:
 def test_texts() -> None:
     texts = make_token_texts(Tokenizer())
     assert texts([5, 0, 5, 9]) == ["<5>", "", "<5>", "<9>"]
+    assert make_token_texts(None)([5, 0]) == ["", ""]  # --skip-tokenizer-init
