@@ -21,6 +21,7 @@ from vllm_dllm.requests.limits import (
     check_first_token,
     check_logprobs,
     check_numbers,
+    check_prompt,
     check_request_limits,
     check_sampler_limits,
     check_token_limits,
@@ -103,6 +104,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     if params.thinking_token_budget is not None:
         # Not refused: Anthropic's clients that ask for thinking cannot leave it out.
         logger.warning_once("thinking_token_budget is ignored by diffusion models.")
+    check_prompt(request.prompt_token_ids or (), served.vocab_size)
     resolved = request.sampling_params
     check_numbers(resolved)
     check_logprobs(resolved, served.vocab_size)

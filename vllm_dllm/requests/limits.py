@@ -8,6 +8,7 @@ becomes HTTP 400. It names the limit, what came, and the setting that changes th
 
 import math
 import reprlib
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -183,6 +184,17 @@ def check_allowed_tokens(params: SamplingParams, *, is_constrained: bool = False
             + ". Allow another token, or leave out one of them.",
             parameter=key,
         )
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises VLLMValidationError if a prompt has a token outside of the model's vocabulary. vLLM
+    lets ids of a larger tokenizer pass, and all where there is no tokenizer."""
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise VLLMValidationError(
+                f"token ids of a prompt must be from 0 to {vocab_size - 1}, got {token}",
+                parameter="prompt",
+            )
 
 
 def check_logprobs(params: SamplingParams, vocab_size: int) -> None:

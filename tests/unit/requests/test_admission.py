@@ -289,6 +289,17 @@ def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:
     assert refusal({}, served(family=SDAR), prompt_logprobs=1).parameter == "prompt_logprobs"
 
 
+@pytest.mark.parametrize("token", [-1, V])
+def test_tokens_of_a_prompt_outside_the_vocabulary(token: int) -> None:
+    """vLLM checks them by the tokenizer's size, if there is a tokenizer."""
+
+    def resolve(params: SamplingParams) -> Any:
+        return SimpleNamespace(sampling_params=params, prompt_token_ids=[5, token, V - 1])
+
+    with pytest.raises(VLLMValidationError, match=f"from 0 to {V - 1}, got {token}"):
+        admit(SamplingParams(), served(), resolve)
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_log_probabilities_of_more_tokens_than_there_are(name: str) -> None:
     """`--max-logprobs` may allow them."""
