@@ -64,6 +64,15 @@ def test_a_missing_tensor_is_named(
                 model.load_weights(left.items())
 
 
+@pytest.mark.slow
+def test_logits_are_capped_as_the_config_says(build: Build, tmp_path: Path) -> None:
+    """Those of z-lab's drafters for Gemma targets are."""
+    assert build(DFlashDraftModel, DRAFTER).logits_processor.soft_cap is None
+    config = json.loads((DRAFTER / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert build(DFlashDraftModel, tmp_path).logits_processor.soft_cap == 30.0
+
+
 def test_missing_keys_are_named(tmp_path: Path) -> None:
     config = json.loads((make_dflash2(tmp_path) / "config.json").read_text())
     target = json.loads((TARGET / "config.json").read_text())
