@@ -128,10 +128,10 @@ class SchedulerHooks(Scheduler):
         self.output_processed(scheduler_output)
         return outputs
 
-    def num_kept_of_session(self, session: Request) -> tuple[int, int]:
-        """Hook. Returns how many tokens a session of streamed inputs keeps when its next input
-        comes, and how many of them are not computed again; here those that are computed."""
-        return session.num_computed_tokens, session.num_computed_tokens
+    def num_computed_of_session(self, session: Request) -> int | None:
+        """Hook. Returns how many tokens of a session of streamed inputs are not computed again when
+        its next input comes. It keeps all of its tokens then. None, as here: vLLM drops some."""
+        return None
 
     def prefill_end(self, request: Request, end: int) -> int:
         """Hook. Returns the position up to `end` at which a chunk of a prompt must end; here
@@ -171,8 +171,11 @@ class SchedulerHooks(Scheduler):
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         """Adds the next input of a session, in place, to the tokens that it keeps."""
-        kept, computed = self.num_kept_of_session(session)
-        session.num_computed_tokens = kept
+        computed = self.num_computed_of_session(session)
+        if computed is None:
+            return super()._update_request_as_session(session, update)
+        session.num_computed_tokens = session.num_tokens  # vLLM 0.32 keeps so many,
+        session._all_token_ids.append(0)  # and 0.33 all but the last
         super()._update_request_as_session(session, update)
         session.num_computed_tokens = computed
 

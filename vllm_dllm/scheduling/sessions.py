@@ -11,8 +11,8 @@ class SessionScheduling(SchedulerHooks):
 
     family: CanvasFamily
 
-    def num_kept_of_session(self, session: Request) -> tuple[int, int]:
-        """Returns the number of all tokens, and of those whose keys and values are a prefill's.
-        vLLM would drop the others: the last block of an answer, often all of it."""
+    def num_computed_of_session(self, session: Request) -> int:
+        """Returns the number of tokens whose keys and values are a prefill's. vLLM would drop the
+        last block of an answer, often all of it."""
         computed = min(session.num_computed_tokens, session.num_tokens)
-        return session.num_tokens, computed - self.family.num_recomputed(computed)
+        return computed - self.family.num_recomputed(computed)
