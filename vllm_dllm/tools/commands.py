@@ -59,22 +59,43 @@ def _parse_image_limit(text: str) -> int | None:
         images = limits.get("image")
     except (ValueError, AttributeError) as error:
         raise argparse.ArgumentTypeError(
-            f"expected JSON like {{'image': 0}}, got {text}"
+            f'expected JSON like {{"image": 0}}, got {text}'
         ) from error
     if images is not None and (type(images) is not int or images < 0):
         raise argparse.ArgumentTypeError(f"image must be a number from 0 on, got {images!r}")
     return None if limits.get("video") else images
 
 
+def _split_words(text: str) -> list[str]:
+    """Returns a shell's words. Raises ArgumentTypeError if a quotation has no end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text}: expected a shell's words") from error
+
+
 def _parse_layer_ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    """Returns the numbers of layers such as 1,3,5. Raises ArgumentTypeError for other text."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,3,5, got {text}") from error
+
+
+def _parse_seed(text: str) -> int:
+    """Returns a seed that random, NumPy and PyTorch take. Raises ArgumentTypeError for another."""
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 0 on, of at most 18 digits, got {text}"
+        )
+    return int(text)
 
 
 _ROW = '{"messages": [...]} or {"prompt": "text"}'
 _TASK = "task of lm-evaluation-harness, such as gsm8k, or a task file"
 _CHECKPOINT = _arg("checkpoint", "folder of the checkpoint", Path)
 _OUT = _arg("-o --out!", "folder to write; must not exist", Path)
-_SEED = _arg("--seed", "of random numbers", int, 0)
+_SEED = _arg("--seed", "of random numbers", _parse_seed, 0)
 _MAX_TOKENS = _arg("--max-tokens", "longest answer", int, 256)
 
 _OF_TASKS = (
@@ -98,7 +119,7 @@ _OF_TASKS = (
         "--serve-options OPTIONS",
         "for `vllm serve`, as one string: --serve-options='--dtype float32' (default: none; "
         "without a GPU --kv-cache-memory-bytes 1G and a --max-model-len that fits the tasks)",
-        shlex.split,
+        _split_words,
     ),
 )
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from vllm_dllm.tools.drafter.offline import Replayed, mean_length, replay
 from vllm_dllm.tools.drafter.reference import load_drafter, load_target
-from vllm_dllm.tools.drafter.sequences import complete, read_prompts
+from vllm_dllm.tools.drafter.sequences import complete, read_prompts, room_for_prompts
 
 
 def summarize(
@@ -58,7 +58,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = load_target(args.target, args.device)
     drafter = load_drafter(args.drafter).to(args.device)
-    room = target.config.max_position_embeddings - args.max_tokens
+    room = room_for_prompts(target.config.max_position_embeddings, args.max_tokens)
     prompts = read_prompts(args.held_out, args.target, room)[:: args.every]
     rows = [json.loads(line) for line in args.held_out.read_text().splitlines()][:: args.every]
     start = time.monotonic()

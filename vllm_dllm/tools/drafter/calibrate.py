@@ -22,7 +22,7 @@ from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.drafter import measurements, reference
 from vllm_dllm.tools.drafter.measurements import Measurements
 from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
-from vllm_dllm.tools.drafter.sequences import read_prompts
+from vllm_dllm.tools.drafter.sequences import read_prompts, room_for_prompts
 from vllm_dllm.tools.terminal import progress_bars
 
 REPORT_FILE = "report.json"
@@ -50,7 +50,7 @@ def calibrate_width(
     text_config = read_config(target).get_text_config()
     reference.check_fit(model.config, text_config, (str(drafter), str(target)))
     sizes = measurements.candidate_sizes(model.config.block_size, radius)
-    room = text_config.max_position_embeddings - max_tokens
+    room = room_for_prompts(text_config.max_position_embeddings, max_tokens)
     sides = measurements.split_prompts(read_prompts(prompts, target, room), HELD_OUT_SHARE, seed)
     identity = {  # what the measurements depend on; the training may differ
         "weights": resumable.weight_marks(target) + resumable.weight_marks(drafter),

@@ -208,9 +208,22 @@ class Target:
 
 def load_target(path: Path, device: str) -> Target:
     """Returns the target on a device: on a GPU in its own dtype, on a CPU in fp32, since bf16 is
-    slow there."""
+    slow there. Raises InputError if there is no such device, or transformers has no such causal
+    language model."""
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise InputError(f"--device must be cpu or cuda, got {device}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"--device {device} needs a GPU, and PyTorch finds none: use cpu")
     dtype = torch.float32 if device == "cpu" else "auto"
-    return Target(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except ValueError as error:  # its first line says which class of configuration it has
+        raise InputError(
+            f"{path} cannot be a target: expected an autoregressive language model that "
+            f"transformers knows, got: {str(error).splitlines()[0]}"
+        ) from error
+    return Target(model.to(device))
 
 
 def check_fit(drafter: Any, target: Any, names: tuple[str, str] = ("given", "given")) -> None:

@@ -41,6 +41,17 @@ class KnownSequence:
     token."""
 
 
+def room_for_prompts(context: int, max_tokens: int) -> int:
+    """Returns the most tokens of a prompt whose answer of `max_tokens` tokens fits into the
+    target's context. Raises InputError if there is no answer, or no room."""
+    if not 1 <= max_tokens < context:
+        raise InputError(
+            f"--max-tokens must be from 1 to {context - 1}, since the target's context of "
+            f"{context} tokens also holds the prompt, got {max_tokens}"
+        )
+    return context - max_tokens
+
+
 def read_prompts(path: Path, model: Path, room: int) -> list[list[int]]:
     """Returns the token ids of every row of a JSON Lines file. Raises InputError if a row is not a
     prompt, or has more than `room` tokens."""

@@ -7,6 +7,7 @@ can be continued (`resumable.py`).
 """
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from vllm_dllm.tools.drafter.sequences import (
     make_server_completer,
     read_buffer,
     read_prompts,
+    room_for_prompts,
 )
 
 COMPLETIONS_FILE = "completions.jsonl"
@@ -70,7 +72,7 @@ def train(
     if from_buffer:
         sequences = read_buffer(from_buffer, config.vocab_size)
     elif prompts:
-        room = text_config.max_position_embeddings - settings.max_tokens
+        room = room_for_prompts(text_config.max_position_embeddings, settings.max_tokens)
         questions = read_prompts(prompts, target, room)
     identity = {
         "target": resumable.weight_marks(target),
@@ -132,15 +134,22 @@ def _check_arguments(
         )
     if (options.minutes is None) == (options.steps is None):
         raise InputError("expected either --minutes or --steps")
-    if options.block_size < 2:
-        raise InputError(
-            f"expected a block of at least 2 slots, anchor and mask, got {options.block_size}"
-        )
+    for name, number in (("--steps", options.steps), ("--layers", options.num_layers)):
+        if number is not None and number < 1:
+            raise InputError(f"{name} must be at least 1, got {number}")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise InputError(f"--minutes must be a number greater than 0, got {options.minutes}")
 
 
 def config_for_target(target: Path, text_config: Any, options: TrainingOptions) -> Qwen3Config:
     """Returns the configuration of a new drafter. Raises InputError if there is no token for
-    masks."""
+    masks, or a block is too small or longer than the target's context."""
+    if not 2 <= options.block_size <= text_config.max_position_embeddings:
+        raise InputError(
+            f"--block-size must be from 2, an anchor and a mask, to the "
+            f"{text_config.max_position_embeddings} tokens of the target's context, got "
+            f"{options.block_size}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(target)
     mask_token = options.mask_token or tokenizer.mask_token
     if mask_token is None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from checkpoints.recipes.drafter.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
+from checkpoints.recipes.tiny import make_tiny_checkpoint
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
@@ -244,7 +245,30 @@ CASES = {
     ),
     "block too small": (
         "--steps 1 --prompts {prompts} --block-size 1",
-        "expected a block of at least 2 slots",
+        "--block-size must be from 2, an anchor and a mask, to the 1024 tokens",
+    ),
+    "block beyond the context": (
+        "--steps 1 --prompts {prompts} --block-size 100000000",
+        "of the target's context, got 100000000",
+    ),
+    "no steps": ("--steps 0 --prompts {prompts}", "--steps must be at least 1, got 0"),
+    "no layers": ("--steps 1 --prompts {prompts} --layers 0", "--layers must be at least 1, got 0"),
+    "negative minutes": (
+        "--minutes -1 --prompts {prompts}",
+        "--minutes must be a number greater than 0, got -1.0",
+    ),
+    "minutes that are no number": ("--minutes nan --prompts {prompts}", "greater than 0, got nan"),
+    "no answers": (
+        "--steps 1 --prompts {prompts} --max-tokens 0",
+        "--max-tokens must be from 1 to 1023, since the target's context of 1024 tokens also",
+    ),
+    "answers beyond the context": (
+        "--steps 1 --prompts {prompts} --max-tokens 1024",
+        "also holds the prompt, got 1024",
+    ),
+    "unknown device": (
+        "--steps 1 --prompts {prompts} --max-tokens 9 --device gpu",
+        "--device must be cpu or cuda, got gpu",
     ),
 }
 
@@ -263,3 +287,14 @@ def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) 
     error = refusal("--steps 1 --prompts {prompts} --init-from {here}/its")
     assert f"the drafter {tmp_path}/its does not fit the target" in error
     assert "target layers: 6 in the drafter, 4 in the target" in error
+
+
+def test_target_that_is_not_autoregressive(
+    prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, out = make_tiny_checkpoint(tmp_path / "canvases"), tmp_path / "dflash"
+    options = ["--steps", "1", "--prompts", str(prompt_file), "--mask-token", MASK_TOKEN]
+    assert cli.main(["drafter", "train", "--target", str(target), "-o", str(out), *options]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{target} cannot be a target: expected an autoregressive language model" in error
+    assert not out.with_name("dflash.partial").exists()
