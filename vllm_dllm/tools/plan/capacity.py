@@ -40,6 +40,7 @@ class Plan:
     kv: int  # keys and values of one request
     canvases_per_step: int  # the most that one step denoises
     max_context: int  # the most tokens of a request, by the checkpoint
+    num_heads: int  # of attention, which the ranks share
     is_26b: bool  # the checkpoint has the shape of the published figures
 
     @property
@@ -67,7 +68,7 @@ def make_plan(
         if number < 1:
             raise InputError(f"{name} must be at least 1, got {number}")
     if not 0 < memory_gib < math.inf:
-        raise InputError(f"--memory-gib must be greater than 0, got {memory_gib}")
+        raise InputError(f"--memory-gib must be a finite number above 0, got {memory_gib}")
     shape = read_shape(checkpoint, most_images)
     return Plan(
         context=context,
@@ -80,6 +81,7 @@ def make_plan(
         kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks),
         canvases_per_step=max_canvases_per_step(TOKEN_BUDGET, shape.canvas_length),
         max_context=shape.max_position_embeddings,
+        num_heads=shape.num_heads,
         is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
     )
 
@@ -102,7 +104,7 @@ def print_plan(checkpoint: Path, gpu: str, memory_gib: float | None, **options: 
 
 def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
     """Returns the lines that `print_plan` prints. `name` is the checkpoint's."""
-    gpus = f"each of {plan.ranks} {gpu}" if plan.ranks > 1 else f"one {gpu}"
+    gpus = f"each of {plan.ranks:,} {gpu}" if plan.ranks > 1 else f"one {gpu}"
     rows = [
         ("used by vLLM", plan.memory, f"{MEMORY_UTILIZATION:.0%}: --gpu-memory-utilization"),
         ("  weights", plan.weights, "from the headers of the files"),
@@ -121,8 +123,13 @@ def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
             f"But the model is for {plan.max_context:,} tokens at most (max_position_embeddings in "
             f"its config.json): vLLM refuses --max-model-len {plan.context}."
         )
+    if plan.num_heads % plan.ranks:
+        lines.append(
+            f"But {plan.ranks:,} GPUs cannot share the {plan.num_heads} heads of its attention "
+            f"evenly: vLLM refuses --tensor-parallel-size {plan.ranks}."
+        )
     lines.append(
-        f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.canvases_per_step} canvases: for more "
+        f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.canvases_per_step:,} canvases: for more "
         f"at once, raise --max-num-batched-tokens and --max-num-seqs."
     )
     if plan.is_26b and (published := GPUS[gpu].published_tokens_per_s):
@@ -171,6 +178,7 @@ class Shape:
     hidden_size: int
     canvas_length: int  # tokens
     max_position_embeddings: int  # tokens
+    num_heads: int  # of a layer's queries
     weight_bytes: int  # of all tensors that a server loads
 
     def state_bytes(self) -> int:
@@ -216,6 +224,7 @@ def read_shape(folder: Path, most_images: int | None = None) -> Shape:
         hidden_size=text.hidden_size,
         canvas_length=canvas_length,
         max_position_embeddings=text.max_position_embeddings,
+        num_heads=text.num_attention_heads,
         weight_bytes=weight_bytes,
     )
 

@@ -146,6 +146,14 @@ def test_command(folder_26b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "vLLM refuses --max-model-len 1000000" in printed
 
 
+def test_ranks_that_vllm_refuses_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for ranks in ("3", "2"):
+        assert cli.main(["plan", str(TINY), "--gpu", "h200", "--tensor-parallel-size", ranks]) == 0
+    three, two = capsys.readouterr().out.split("each of 2 h200")
+    refusal = "3 GPUs cannot share the 4 heads of its attention evenly: vLLM refuses"
+    assert refusal in three and "heads" not in two
+
+
 def test_only_what_is_published_is_said(
     folder_26b: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +171,7 @@ def test_only_what_is_published_is_said(
         ([str(TINY), "--context", "0"], "--context must be at least 1, got 0"),
         ([str(TINY), "--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
         ([str(TINY), "--memory-gib", "3"], "raise --tensor-parallel-size, or quantise"),
-        ([str(TINY), "--memory-gib", "0"], "--memory-gib must be greater than 0, got 0.0"),
+        ([str(TINY), "--memory-gib", "0"], "--memory-gib must be a finite number above 0, got 0.0"),
         ([str(CHECKPOINTS / "qwen3-tiny-target")], "names no canvas_length"),
     ],
 )
