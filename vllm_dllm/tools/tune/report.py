@@ -39,7 +39,8 @@ def mean_interval(values: Sequence[float], z: float = Z_95) -> Interval:
     weight = z**2 / n
     centre = (mean + weight / 2) / (1 + weight)
     half = z * math.sqrt(mean * (1 - mean) / n + weight / (4 * n)) / (1 + weight)
-    return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
+    # For a mean of 0 or 1 that bound is the mean itself, but for rounding.
+    return Interval(mean, min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half)))
 
 
 def difference_interval(values: Sequence[float], before: Sequence[float]) -> Interval:

@@ -146,7 +146,9 @@ def test_no_diffusion_model(tmp_path: Path) -> None:
         Space(tmp_path)
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 40), (31, 40), (253, 253)])
+@pytest.mark.parametrize(
+    ("right", "count"), [(0, 1), (1, 1), (4, 4), (0, 40), (31, 40), (253, 253)]
+)
 def test_wilson(right: int, count: int) -> None:
     found = mean_interval([1.0] * right + [0.0] * (count - right))
     expected = binomtest(right, count).proportion_ci(method="wilson")
