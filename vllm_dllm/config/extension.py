@@ -1,7 +1,8 @@
 """Settings that vLLM has no option for: `--additional-config '{"vllm_dllm": {...}}'`."""
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import asdict, field
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,11 @@ class LoadStage:
     """Mean entropy in nats, see `DenoiseConfig`. 0 loosens nothing."""
     stability_threshold: Annotated[Integer, Ge(0), Le(MOST_STEPS)] = MOST_STEPS
     """Number of equal best guesses, see `DenoiseConfig`. `MOST_STEPS` loosens nothing."""
+
+    def __str__(self) -> str:
+        """Returns the stage as a user writes it: without thresholds that loosen nothing."""
+        unset = asdict(LoadStage(self.canvases)).items() - {("canvases", self.canvases)}
+        return json.dumps(dict(pair for pair in asdict(self).items() if pair not in unset))
 
 
 @settings
@@ -130,7 +136,8 @@ class ExtensionConfig:
             ):
                 raise ValueError(
                     f"load_stages must be ordered: each with more canvases than the one before, "
-                    f"and no tighter threshold, got {later} after {earlier}."
+                    f"and no tighter threshold, got {later} after {earlier}. A threshold that is "
+                    f"left out loosens nothing, so repeat those of the stage before."
                 )
 
     @classmethod

@@ -97,6 +97,10 @@ def test_what_a_stage_leaves_out_it_loosens_nothing_of() -> None:
             "no tighter threshold",
         ),
         (
+            [{"canvases": 8, "stability_threshold": 0}, {"canvases": 9}],
+            r'got {"canvases": 9} after {"canvases": 8, "stability_threshold": 0}\. A threshold',
+        ),
+        (
             [
                 {"canvases": 8, "confidence_threshold": 0.02},
                 {"canvases": 9, "confidence_threshold": 0.01},
