@@ -122,8 +122,8 @@ def set_speculator_classes(dflash: str, dflash2: str) -> None:
 
 def set_draft_widths(output: SchedulerOutput, widths: dict[str, int]) -> dict[str, int]:
     """Attaches the draft width of each request, by its id, to the step `output`. Changes it in
-    place. vLLM itself has one width for all requests. Returns the widths, none of which is larger:
-    `num_speculative_tokens_per_batch_size` may have lowered it."""
+    place. vLLM itself has one width for all requests, which falls with the size of the batch under
+    `num_speculative_tokens_per_batch_size`. Returns the widths, none larger than that one."""
     most = output.num_spec_tokens_to_schedule
     output.draft_widths = widths = {name: min(width, most) for name, width in widths.items()}
     output.num_spec_tokens_to_schedule = max(widths.values(), default=0)  # vLLM has one number
