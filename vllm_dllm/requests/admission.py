@@ -127,7 +127,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     return request
 
 
-def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
+def admit_target(params: SamplingParams, vocab_size: int, resolve: Resolve) -> Any:
     """Checks a request for a target with a drafter, and returns vLLM's request. vLLM's sampler
     serves it, so it has no `RequestOptions`.
 
@@ -136,6 +136,7 @@ def admit_target(params: SamplingParams, resolve: Resolve) -> Any:
     """
     request = resolve(params)
     check_numbers(request.sampling_params)
+    check_logprobs(request.sampling_params, vocab_size)
     check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
     return request

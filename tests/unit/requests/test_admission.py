@@ -412,12 +412,16 @@ def test_offline_nobody_waits_for_others() -> None:
 def test_a_target_has_no_options() -> None:
     params = SamplingParams(extra_args={"theirs": 1})
     request = SimpleNamespace(sampling_params=params)
-    assert admit_target(params, lambda params: request) is request
+    assert admit_target(params, V, lambda params: request) is request
     assert params.extra_args == {"theirs": 1}
-    for wrong in ({"repetition_penalty": 1e300}, {"allowed_token_ids": [7] * 1025}):
+    for wrong in (
+        {"repetition_penalty": 1e300},
+        {"allowed_token_ids": [7] * 1025},
+        {"logprobs": V + 1},
+    ):
         request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
         with pytest.raises(VLLMValidationError):
-            admit_target(params, lambda params, request=request: request)
+            admit_target(params, V, lambda params, request=request: request)
 
 
 FAST_DLLM = FAMILIES["Fast_dLLM_QwenForCausalLM"]
