@@ -46,10 +46,12 @@ scheduling, and a server without the page for canvases lacks nothing."""
 WRONG_CPU_WARNINGS = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend.",
     "vllm.platforms.cpu": "Triton is not installed.",
+    "vllm.config.vllm": "Inductor compilation was disabled by user settings,",
     "vllm.utils.torch_utils": "OMP_NUM_THREADS=%s is set; leaving Torch threads at",
 }
 """Logger -> how a warning begins that is wrong on CPUs: Triton is installed, its kernels are
-replaced (`vllm_dllm.cpu`), and a CPU worker's threads are meant to compute."""
+replaced (`vllm_dllm.cpu`), Inductor compiles by default, and a CPU worker's threads are meant to
+compute."""
 
 
 CLIENT = "vllm.v1.engine.core_client"

@@ -11,7 +11,12 @@ import pytest
 from vllm.entrypoints.launchers import launcher
 
 from vllm_dllm.compat import log_lines, startup
-from vllm_dllm.compat.log_lines import CLIENT, ENGINE_GONE, WRONG_WARNINGS
+from vllm_dllm.compat.log_lines import (
+    CLIENT,
+    ENGINE_GONE,
+    WRONG_CPU_WARNINGS,
+    WRONG_WARNINGS,
+)
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
 from vllm_dllm.startup.installation import EXAMPLES, check_json_options
@@ -116,6 +121,22 @@ def test_of_ours_and_of_others(logger: str, named: object, is_kept: bool) -> Non
     finally:
         logging.getLogger(logger).removeHandler(handler)
     assert [record.msg.startswith("Another") for record in heard] == [False, True][not is_kept :]
+
+
+@pytest.mark.parametrize("name", WRONG_CPU_WARNINGS)
+def test_what_is_wrong_on_cpus_is_not_said(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_lines.drop_wrong_cpu_warnings()
+    vllms = find_spec(name)
+    assert vllms and vllms.origin and WRONG_CPU_WARNINGS[name] in Path(vllms.origin).read_text()
+    logger = logging.getLogger(name)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("WARNING", name):
+        logger.warning(f"{WRONG_CPU_WARNINGS[name]} More.")
+        logger.warning("another")
+    assert [record.msg for record in caplog.records] == ["another"]
 
 
 @pytest.mark.parametrize("has_ended", [False, True], ids=["while it runs", "at its end"])
