@@ -192,7 +192,8 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocab_size:
             raise VLLMValidationError(
-                f"token ids of a prompt must be from 0 to {vocab_size - 1}, got {token}",
+                f"token ids of a prompt must be from 0 to {vocab_size - 1}, got {token}. Use the "
+                f"tokenizer that belongs to the model.",
                 parameter="prompt",
             )
 
