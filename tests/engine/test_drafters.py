@@ -269,6 +269,20 @@ def test_what_is_too_long_leaves_a_cache_that_others_can_draft_from() -> None:
     require_reference_lengths(served, [long, short])
 
 
+def test_placeholders_that_fill_rows_are_not_taken_for_drafts() -> None:
+    """vLLM gives a prompt of one token that comes beside running requests as many rows as those
+    would have with drafts. Here there is no room for any."""
+    lengths = (40, 2, 10)  # the third prompt comes when the second is answered
+    given = {
+        "prompts": [*chat_prompts()[:2], chat_prompts()[0][:1]],
+        "sampling": [GREEDY | {"ignore_eos": True, "max_tokens": length} for length in lengths],
+    }
+    options = engine({"width_policy": "load", "load_rows": 1}, max_num_seqs=2)
+    served = serve({"engine": options, **given})
+    assert served["verified"] == [[], [], []]
+    require_same_answers(given["prompts"], served, serve({"engine": ALONE, **given}))
+
+
 def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     """20,000 sampled tokens, each placed in the target's distribution at its context: the places
     of right ones are uniform."""

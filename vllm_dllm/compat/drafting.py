@@ -23,6 +23,8 @@ from vllm_dllm.compat.scheduler import SchedulerHooks
 class DraftSchedulerHooks(SchedulerHooks):
     """The hooks of a scheduler whose requests verify different numbers of drafts."""
 
+    _just_started: frozenset[str] = frozenset()  # ids of requests that began with a step
+
     def verified_width(self, request: Request) -> int:
         """Hook. Returns how many tokens of `request`'s new draft are verified; here all."""
         return len(request.spec_token_ids)
@@ -50,6 +52,16 @@ class DraftSchedulerHooks(SchedulerHooks):
                 # A new list: requests may share theirs.
                 request.spec_token_ids = request.spec_token_ids[: self.verified_width(request)]
 
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        """Updates requests by a step's output. A request that begins with its last prompt token,
+        because the rest is cached, may get placeholders in place of drafts: vLLM fills its rows up
+        to those of others. They are always refused, and `drafts_verified` is not called for them.
+        """
+        began = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        self._just_started = frozenset([*began, *resumed])
+        return super().update_from_output(scheduler_output, *args)
+
     def make_spec_decoding_stats(
         self,
         spec_decoding_stats: Any,
@@ -60,7 +72,7 @@ class DraftSchedulerHooks(SchedulerHooks):
     ) -> Any:
         """Calls `drafts_verified`, if the request had drafts, and returns vLLM's statistics."""
         num_drafts = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
-        if num_drafts > 0:
+        if num_drafts > 0 and request_id not in self._just_started:
             self.drafts_verified(request_id, num_drafts, num_accepted_tokens)
         return super().make_spec_decoding_stats(
             spec_decoding_stats,
