@@ -1,12 +1,14 @@
 """Quantised masked models are served as their references compute them with the same roundings."""
 
 import copy
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import RequestOutput
 
 from tests import tolerances
@@ -67,6 +69,49 @@ def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, sc
         shift.append((expected - first_block(plain, prompt)).abs().max().item())
     assert equal >= 10
     assert min(shift) > 5 * tolerances.BETWEEN_TIES  # quantisation can be seen
+
+
+def test_gptq_answers_as_w4a16(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """To the bit: the same numbers, packed along the other axis."""
+    source, _ = make_checkpoint(tmp_path / "plain", BLOCK, FAMILIES["SDAR"][0])
+    quantize(source, "w4a16", packed := tmp_path / "w4a16")
+    transposed = write_as_gptq(packed, tmp_path / "gptq")
+    params = [params_of(Rule("static", num_steps=1), BLOCK, 0, logprobs=20)] * len(PROMPTS)
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def answers(path: Path) -> list[tuple[Sequence[int], str]]:
+        served = engine(path, block_size=32, dtype="bfloat16")
+        outputs = served.llm.generate(inputs, params, use_tqdm=False)
+        return [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
+
+    expected = answers(packed)
+    assert answers(transposed) == expected
+
+
+def write_as_gptq(source: Path, target: Path) -> Path:
+    """Writes the W4A16 checkpoint `source` to `target` in GPTQ's layout."""
+    shutil.copytree(source, target)
+    weights = load_file(source / "model.safetensors")
+    for module in [n.removesuffix("_packed") for n in weights if n.endswith(".weight_packed")]:
+        scale = weights.pop(f"{module}_scale").t().contiguous()  # [K / group, N]
+        num_groups, rows = scale.shape
+        layer = module.removesuffix(".weight")
+        weights[f"{layer}.qweight"] = weights.pop(f"{module}_packed").t().contiguous()
+        weights[f"{layer}.scales"] = scale
+        weights[f"{layer}.qzeros"] = torch.full((num_groups, rows // 8), 0x77777777).int()
+        columns = torch.arange(int(weights.pop(f"{module}_shape")[1]), dtype=torch.int32)
+        weights[f"{layer}.g_idx"] = columns // quantized.INT4_GROUP
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": quantized.INT4_GROUP,
+        "desc_act": False,
+        "sym": True,
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def largest_difference(

@@ -107,6 +107,18 @@ class ExpectedWeights:
             raise ValueError(describe_missing(sorted(self._missing), self._mapper))
 
 
+def check_numbers(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a checkpoint's names and weights. Raises ValueError for one that holds NaN or
+    infinity, or is an impossible scale."""
+    for name, weight in weights:
+        complaint = describe_wrong_scale(name.rpartition(".")[2], weight)
+        if complaint := complaint or describe_non_finite(weight):
+            raise ValueError(complaint)
+        yield name, weight
+
+
 _E4M3_NAN = 0x7F  # and with the sign; the type has no infinity
 
 

@@ -40,15 +40,19 @@ class CompleteWeights:
         ]
         self._mapper = mapper
         self._found: dict[str, set[str]] = defaultdict(set)  # layer -> its tensors
+        self.position = "before the first weight"
+        """How far `count` has come, in words for an error."""
 
     def count(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all weights under the checkpoint's names, and records that they have come."""
         for name, weight in weights:
+            self.position = f"at {name} of shape {list(weight.shape)}"
             layer, _, kind = (self._mapper.map_name(name) or "").rpartition(".")
             self._found[layer].add(kind)
             yield name, weight
+            self.position = f"after {name}"
 
     def check_complete(self, loaded: Iterable[str] = ()) -> None:
         """Raises ValueError, with their names in the checkpoint, if tensors are missing. `loaded`:

@@ -13,6 +13,8 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -66,10 +68,24 @@ def adapt_quant_config(
 
 def adapt_masked_quant_config(config: QuantizationConfig | None) -> QuantizationConfig | None:
     """Returns `config` as a masked model needs it: compressed-tensors' as a copy that CPUs can run.
-    Other methods are left to vLLM. None: the checkpoint is not quantised."""
+    Other methods are left to vLLM. None: the checkpoint is not quantised.
+
+    Raises:
+        ValueError: FP8 weights with a scale per tensor are to run on a CPU, where vLLM lacks an
+            operation that loads them.
+    """
     if not isinstance(config, CompressedTensorsConfig):
+        if current_platform.is_cpu() and _scales_by_tensor(config):
+            check_other_method("the layers", config.get_name(), has_zero_points=False, on_cpu=True)
         return config
     return CpuReadyCompressedTensors.copy_of(config)
+
+
+def _scales_by_tensor(config: QuantizationConfig | None) -> bool:
+    """Whether vLLM's own FP8 or ModelOpt's has one scale for each weight."""
+    if isinstance(config, Fp8Config):
+        return config.weight_block_size is None
+    return isinstance(config, ModelOptFp8Config) and config.quant_method == "FP8"
 
 
 def _warn_unchecked(scheme: str, layers: str) -> None:

@@ -1,11 +1,14 @@
-"""Masked models' checkpoints: no tensor may be missing."""
+"""Masked models' checkpoints: no tensor may be missing, and a wrong one is named."""
 
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.masked import CONFIGS, build, published_weights
 from tests.unit.models.building import build_any
@@ -17,9 +20,9 @@ _IS_TRIED = re.compile(r"(?!.*layers\.2|.*experts\.(?!5\.))").match
 """Of like tensors a few."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
+def make(folder: Path, architecture: str, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model as it is served, without weights, and weights on `device` by their published
+    names."""
     plugin.register()
     config = CONFIGS[architecture] | {
         "architectures": [architecture],
@@ -28,10 +31,16 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    served, _ = build_any(tmp_path, "meta", "float32")
-    with torch.device("meta"):
-        weights = published_weights(build(architecture, config), architecture)
+    (folder / "config.json").write_text(json.dumps(config))
+    served, _ = build_any(folder, "meta", "float32")
+    with torch.device(device):
+        return served, published_weights(build(architecture, config), architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
+    served, weights = make(tmp_path, architecture, "meta")
     served.load_weights(iter(weights.items()))
     for name in filter(_IS_TRIED, weights):
         left = {key: weight for key, weight in weights.items() if key != name}
@@ -40,3 +49,29 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
             ValueError, match=re.escape(f"no weights for {name}. Check that its files")
         ):
             served.load_weights(iter(left.items()))
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "nan": (lambda w: torch.full_like(w, math.nan), "its numbers must be finite, got "),
+    "shape": (lambda w: w[:-1], "its shape does not fit config.json"),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_tensor_is_named(tmp_path: Path, architecture: str, kind: str) -> None:
+    """vLLM loads any numbers, and says nothing of which tensor does not fit."""
+    change, complaint = WRONG[kind]
+    served, weights = make(tmp_path, architecture, "cpu")
+    name = next(n for n in weights if n.endswith(("o_proj.weight", "attention.dense.weight")))
+    wrong = weights | {name: change(weights[name])}
+    shape = list(wrong[name].shape)
+    with pytest.raises(ValueError, match=re.escape(f"at {name} of shape {shape}: {complaint}")):
+        served.load_weights(iter(wrong.items()))
+
+
+def test_a_wrong_scale_is_named(tmp_path: Path) -> None:
+    served, weights = make(tmp_path, "SDARForCausalLM", "cpu")
+    scale = {"model.layers.0.mlp.up_proj.weight_scale": torch.zeros(96, 1)}
+    with pytest.raises(ValueError, match=r"up_proj\.weight_scale .* only hold positive finite"):
+        served.load_weights(iter((scale | weights).items()))

@@ -21,7 +21,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from bench.dummy_checkpoint import SHAPE_26B
-from tests.unit.models.building import build
+from tests.engine.masked import CONFIGS
+from tests.unit.models.building import build, build_any
+from vllm_dllm import plugin
 from vllm_dllm.cpu.compat import ops as cpu_ops
 from vllm_dllm.cpu.quantization import layers
 from vllm_dllm.quantization import config as quantization_config
@@ -180,6 +182,32 @@ def test_other_methods_are_refused_on_a_cpu() -> None:
         ValueError, match=r"layers\.0\.self_attn\.q_proj: CPUs cannot run the method 'fp8'"
     ):
         quantization_config.adapt_quant_config(method, text_config)
+
+
+FP8 = QuantizationConfig(
+    config_groups={"group_0": preset_name_to_scheme("FP8", ["Linear"])}, format="float-quantized"
+)
+BY_TENSOR: dict[str, dict[str, Any]] = {
+    "compressed-tensors": FP8.model_dump(mode="json"),
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+}
+
+
+@pytest.mark.parametrize("method", BY_TENSOR)
+def test_a_scale_per_tensor_in_a_masked_model(tmp_path: Path, method: str) -> None:
+    """vLLM gives q, k and v one scale when it loads them, by an operation that CPUs lack."""
+    plugin.register()
+    architecture = "SDARForCausalLM"
+    config = CONFIGS[architecture] | {
+        "architectures": [architecture],
+        "quantization_config": BY_TENSOR[method],
+        "mask_token_id": 500,
+        "vocab_size": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"CPUs cannot run .* can be served: quantise"):
+        build_any(tmp_path, "meta", "bfloat16")
 
 
 def test_kv_cache_scales(checkpoints: dict[str, Path], tmp_path: Path) -> None:

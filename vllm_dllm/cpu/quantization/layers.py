@@ -5,7 +5,11 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from torch.nn import Parameter
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import (
@@ -46,7 +50,10 @@ def choose_layer_method(
         ValueError: this CPU cannot compute the layer.
     """
     if isinstance(layer, LinearBase):
-        _check_inputs(config.get_scheme_dict(layer, prefix))
+        scheme = config.get_scheme_dict(layer, prefix)
+        _check_inputs(scheme)
+        if scheme is not None and _scales_by_tensor(scheme["weights"]):
+            recognize_scheme(prefix, scheme, on_cpu=True)  # which raises
     if not isinstance(layer, RoutedExperts):
         return None
     first = f"{prefix}.0.{layer.ckpt_gate_proj_name}"
@@ -84,6 +91,13 @@ def _check_inputs(scheme: dict[str, Any] | None) -> None:
     inputs: QuantizationArgs | None = scheme and scheme.get("input_activations")
     if inputs is not None and inputs.type == QuantizationType.INT:
         check_int8_support()
+
+
+def _scales_by_tensor(weights: QuantizationArgs) -> bool:
+    """Whether FP8 weights have one scale each. vLLM gives the parts of a joined layer one scale
+    when it loads them, by an operation that its build for CPUs lacks."""
+    is_float = weights.type == QuantizationType.FLOAT
+    return is_float and weights.strategy == QuantizationStrategy.TENSOR
 
 
 class _ExpertsOnCpu(CompressedTensorsMoEMethod):

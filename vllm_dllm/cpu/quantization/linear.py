@@ -164,12 +164,18 @@ class CpuInt4LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Does nothing: the weights are used as they are stored."""
+        """Transposes GPTQ's weights [K / 8, N] and scales [K / group, N]. compressed-tensors' are
+        used as they are stored."""
+        for name in (self.w_q_name, self.w_s_name):
+            parameter = getattr(layer, name)
+            if parameter.output_dim == 1:
+                parameter.data = parameter.t().contiguous()
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = torch.ops.vllm.vllm_dllm_int4_linear(x, layer.weight_packed, layer.weight_scale)
+        packed, scale, _ = self._get_weight_params(layer)
+        out = torch.ops.vllm.vllm_dllm_int4_linear(x, packed, scale)
         return out if bias is None else out + bias
 
 

@@ -48,7 +48,7 @@ def read_source(path: Path) -> Source:
             f"masked model ({', '.join(FAMILIES)}), got {config.get('architectures')}: only "
             f"these checkpoints can be quantised"
         )
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         method = config["quantization_config"].get("quant_method")
         raise InputError(
             f"{path / 'config.json'} has a quantization_config ({method}): {path} is quantised "

@@ -1,6 +1,7 @@
 """`vllm-dllm quantize`: what it writes and what it says."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -333,3 +334,11 @@ def test_prompts_are_spread_over_the_file(checkpoint, tmp_path):
     path.write_text("\n".join(everything[:: 512 // NUM_PROMPTS]))
     assert len(chosen) == NUM_PROMPTS
     assert chosen == calibrate_module.read_prompts(path, checkpoint, config)
+
+
+def test_a_config_that_says_not_quantised(checkpoint: Path, tmp_path: Path) -> None:
+    """`null` is what some tools write."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_source(tmp_path).tensors == read_source(checkpoint).tensors
