@@ -7,6 +7,7 @@ counted and checked, so that no half-loaded model is served, and none with NaN w
 answer nothing, with HTTP 200.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -124,20 +125,23 @@ _E4M3_NAN = 0x7F  # and with the sign; the type has no infinity
 
 def describe_non_finite(weight: torch.Tensor) -> str | None:
     """Returns what to say of a checkpoint's tensor that holds NaN or infinity; None if it is
-    finite. A finite sum shows that, so most tensors are read once."""
-    if weight.is_meta:
+    finite. The smallest and the largest number show that many times faster than a look at each."""
+    if weight.is_meta or weight.numel() == 0:
         return None
     if weight.dtype == torch.float8_e4m3fn:
-        wrong = (weight.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN
+        bits = weight.view(torch.uint8)
+        # With the sign a NaN is the largest unsigned byte, without it the largest signed one.
+        if bits.max() < 0x80 | _E4M3_NAN and bits.view(torch.int8).max() < _E4M3_NAN:
+            return None
+        wrong = (bits & _E4M3_NAN) == _E4M3_NAN
     elif weight.is_floating_point() and weight.dtype.itemsize > 1:
-        if weight.sum(dtype=torch.float32).isfinite():
+        smallest, largest = weight.aminmax()  # both NaN if one number is
+        if smallest.isfinite() and largest.isfinite():
             return None
         wrong = ~weight.isfinite()
     else:
         return None
     count = int(wrong.sum())
-    if count == 0:
-        return None
     return (
         f"its numbers must be finite, got {count} of {weight.numel()} that are not, the first "
         f"{weight[wrong][0].item()}"
@@ -157,8 +161,15 @@ def describe_wrong_scale(kind: str, tensor: torch.Tensor) -> str | None:
     tensors, for integers, which have the wrong type, and for tensors on the meta device."""
     if kind not in SCALES or tensor.is_meta or not tensor.is_floating_point():
         return None
+    if tensor.numel() == 0:
+        return None
+    if tensor.dtype == torch.float8_e4m3fn:  # in the order of its bytes, of which NaN is the last
+        numbers, end = tensor.view(torch.uint8), float(_E4M3_NAN)
+    else:
+        numbers, end = tensor.float(), math.inf
+    smallest, largest = numbers.aminmax()  # both NaN if one number is
+    if smallest > 0 and largest < end:
+        return None
     values = tensor.float()
     fit = (values > 0) & values.isfinite()
-    if fit.all():
-        return None
     return f"it must only hold positive finite numbers, got {values[~fit][0].item()}"

@@ -75,13 +75,13 @@ def adapt_masked_quant_config(config: QuantizationConfig | None) -> Quantization
             operation that loads them.
     """
     if not isinstance(config, CompressedTensorsConfig):
-        if current_platform.is_cpu() and _scales_by_tensor(config):
+        if config is not None and _scales_by_tensor(config) and current_platform.is_cpu():
             check_other_method("the layers", config.get_name(), has_zero_points=False, on_cpu=True)
         return config
     return CpuReadyCompressedTensors.copy_of(config)
 
 
-def _scales_by_tensor(config: QuantizationConfig | None) -> bool:
+def _scales_by_tensor(config: QuantizationConfig) -> bool:
     """Whether vLLM's own FP8 or ModelOpt's has one scale for each weight."""
     if isinstance(config, Fp8Config):
         return config.weight_block_size is None

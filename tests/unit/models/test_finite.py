@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_dllm.models.expected_weights import describe_non_finite
+from vllm_dllm.models.expected_weights import describe_non_finite, describe_wrong_scale
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -43,3 +43,16 @@ def test_what_holds_no_numbers() -> None:
     assert describe_non_finite(torch.full((4,), 255, dtype=torch.uint8)) is None
     assert describe_non_finite(torch.empty(4, device="meta")) is None
     assert describe_non_finite(torch.empty(0)) is None
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn], ids=str)
+def test_scales(dtype: torch.dtype) -> None:
+    scales = torch.full((30, 7), 0.5)
+    scales[0, 0], scales[0, 1] = 448.0, 2.0**-9  # FP8's largest and smallest
+    assert describe_wrong_scale("weight_scale", scales.to(dtype)) is None
+    for wrong in (0.0, -0.0, -0.5, math.nan, *(() if dtype.itemsize == 1 else (math.inf,))):
+        scales[29, 3] = wrong
+        found = describe_wrong_scale("weight_scale", scales.to(dtype))
+        assert found == f"it must only hold positive finite numbers, got {wrong}"
+    assert describe_wrong_scale("weight", scales.to(dtype)) is None
+    assert describe_wrong_scale("weight_scale", torch.empty(0, dtype=dtype)) is None
