@@ -52,7 +52,9 @@ class DraftSchedulerHooks(SchedulerHooks):
                 # A new list: requests may share theirs.
                 request.spec_token_ids = request.spec_token_ids[: self.verified_width(request)]
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
         """Updates requests by a step's output. A request that begins with its last prompt token,
         because the rest is cached, may get placeholders in place of drafts: vLLM fills its rows up
         to those of others. They are always refused, and `drafts_verified` is not called for them.
@@ -60,7 +62,7 @@ class DraftSchedulerHooks(SchedulerHooks):
         began = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self._just_started = frozenset([*began, *resumed])
-        return super().update_from_output(scheduler_output, *args)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
         self,
