@@ -27,7 +27,7 @@ from vllm_dllm.compat.concurrent_experts import (
 )
 from vllm_dllm.compat.row_reductions import read_rows_once
 from vllm_dllm.models import video_frames, vision
-from vllm_dllm.models.expected_weights import ExpectedWeights
+from vllm_dllm.models.expected_weights import ExpectedWeights, errors_at_a_tensor
 from vllm_dllm.models.image_processor import (
     IMAGE,
     VIDEO,
@@ -220,17 +220,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
                 weights, algorithm, self.config.num_experts
             )
         expected = ExpectedWeights(self, mapper, absent)
-        try:
+        advice = (
+            "Expected what transformers' DiffusionGemmaForBlockDiffusion or `vllm-dllm quantize` "
+            "saves for this config.json; check that the files are complete and belong together."
+        )
+        with errors_at_a_tensor(expected, advice):
             # Some checkpoints of Gemma's carry an embedding that nothing reads.
             loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["embed_vision.embedding."])
             loaded = loader.load_weights(expected.check_each(weights), mapper=mapper)
             expected.check_complete()
-            return loaded
-        except ImportError:
-            raise  # a package that --load-format needs
-        except Exception as error:
-            raise ValueError(
-                f"Cannot load the checkpoint: {expected.position}: {error}. Expected what "
-                f"transformers' DiffusionGemmaForBlockDiffusion or `vllm-dllm quantize` saves for "
-                f"this config.json; check that the files are complete and belong together."
-            ) from error
+        return loaded

@@ -9,13 +9,18 @@ answer nothing, with HTTP 200.
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.models.tensor_specs import TensorSpec, list_tensors
-from vllm_dllm.quantization.complete_weights import describe_missing, name_in_checkpoint
+from vllm_dllm.quantization.complete_weights import (
+    CompleteWeights,
+    describe_missing,
+    name_in_checkpoint,
+)
 
 # Of the vision tower's linears; infinite where nothing is clipped.
 _CLIPPING_BOUNDS = {"input_min", "input_max", "output_min", "output_max"}
@@ -106,6 +111,24 @@ class ExpectedWeights:
         """Raises ValueError if tensors are missing, with their names in the checkpoint."""
         if self._missing:
             raise ValueError(describe_missing(sorted(self._missing), self._mapper))
+
+
+@contextmanager
+def errors_at_a_tensor(checked: ExpectedWeights | CompleteWeights, advice: str) -> Iterator[None]:
+    """Has errors of vLLM's loaders, which are of many kinds, end as a ValueError that says how far
+    `checked` has come, and `advice`. Errors that are not the checkpoint's pass as they are: a
+    package that `--load-format` needs is missing, or memory."""
+    try:
+        yield
+    except (ImportError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        complaint = str(error).rstrip(".")
+        if isinstance(error, AssertionError) and not complaint:  # as loaders assert shapes
+            complaint = "its shape does not fit config.json"
+        raise ValueError(
+            f"Cannot load the checkpoint: {checked.position}: {complaint}. {advice}"
+        ) from error
 
 
 def check_numbers(

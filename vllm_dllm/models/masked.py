@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.config.architectures import family_of
-from vllm_dllm.models.expected_weights import check_numbers
+from vllm_dllm.models.expected_weights import check_numbers, errors_at_a_tensor
 from vllm_dllm.models.vocabulary import no_logits
 from vllm_dllm.quantization.complete_weights import CompleteWeights
 from vllm_dllm.quantization.config import adapt_masked_quant_config
@@ -61,17 +61,9 @@ class MaskedModel:
         """
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
         counted = check_numbers(complete.count(weights))
-        try:
+        advice = "Check that its files are complete and belong together."
+        with errors_at_a_tensor(complete, advice):
             loaded = self.load_named_weights(self.names.apply(counted))
-        except ImportError:
-            raise  # a package that --load-format needs
-        except Exception as error:
-            # vLLM's loaders assert shapes and say nothing.
-            complaint = str(error).rstrip(".") or "its shape does not fit config.json"
-            raise ValueError(
-                f"Cannot load the checkpoint: {complete.position}: {complaint}. Check that its "
-                f"files are complete and belong together."
-            ) from error
         complete.check_complete(loaded)
         return loaded
 

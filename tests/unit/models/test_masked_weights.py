@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,3 +75,17 @@ def test_a_wrong_scale_is_named(tmp_path: Path) -> None:
     scale = {"model.layers.0.mlp.up_proj.weight_scale": torch.zeros(96, 1)}
     with pytest.raises(ValueError, match=r"up_proj\.weight_scale .* only hold positive finite"):
         served.load_weights(iter((scale | weights).items()))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ImportError])
+def test_an_error_that_is_not_the_checkpoints_stays_as_it_is(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    served, weights = make(tmp_path, "SDARForCausalLM", "cpu")
+
+    def fail_at_the_second() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(weights.items()))
+        raise error("no")
+
+    with pytest.raises(error, match=r"^no$"):
+        served.load_weights(fail_at_the_second())
