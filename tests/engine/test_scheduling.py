@@ -264,3 +264,17 @@ def test_a_request_starts_when_its_canvas_has_room_too(
     params = SamplingParams(n=3, seed=0, max_tokens=60, ignore_eos=True, extra_args=exactly(40))
     served.llm.generate({"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
     assert preemptions(served) - before <= 3
+
+
+def test_a_context_that_is_fitted_to_memory_ends_answers(engine: Callable[..., Engine]) -> None:
+    """vLLM lowers `--max-model-len auto` after the model is loaded."""
+    served = engine(TRAINED, settings=FITTED, max_model_len=-1, kv_cache_memory_bytes=1 << 20)
+    core = served.llm.llm_engine
+    longest = core.model_config.max_model_len
+    assert longest < 4096, "memory is short"
+    prompt = random_ids(longest - 85, VOCABULARY, 0)
+    params = SamplingParams(max_tokens=85, ignore_eos=True, temperature=0.0)
+    core.add_request("longest", {"prompt_token_ids": prompt}, params)
+    answers = [output for _ in range(300) for output in core.step() if output.finished]
+    core.abort_request(["longest"])
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [85]

@@ -42,7 +42,8 @@ def result_folder(vllm_config: VllmConfig) -> Path:
         "model": text_config,
         "types": [str(model.dtype), model.quantization, cache.cache_dtype],
         "canvas": vllm_config.diffusion_config.canvas_length,
-        "longest": model.max_model_len,
+        # That of `--max-model-len auto` is found after the folder is first asked for.
+        "longest": -1 if model.original_max_model_len == -1 else model.max_model_len,
         "rows": vllm_config.scheduler_config.max_num_batched_tokens,
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
     }

@@ -116,10 +116,11 @@ class Vocabulary:
         ranks must call it."""
         group = get_tp_group()
         if group.world_size > 1:
-            top = group.all_gather(maximum[:, None], dim=1).amax(dim=1)
-            scale = (maximum - top).exp()[:, None]
-            joined = group.all_reduce(torch.cat((total, weight[:, None]), dim=1) * scale)
-            total, weight = joined[:, :-1], joined[:, -1]
+            maxima, weights = self.gather_shards((maximum[:, None], weight[:, None]))
+            top = maxima.amax(dim=1)
+            weight = (weights * (maxima - top[:, None]).exp()).sum(dim=1)
+            # Without a column for the weight: FlashInfer's sum takes widths of 16 bytes alone.
+            total = group.all_reduce(total * (maximum - top).exp()[:, None])
         soft = total / weight[:, None]
         return soft.to(self.model.embed_tokens.weight.dtype) * self.model.normalizer
 

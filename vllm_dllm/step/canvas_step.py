@@ -50,7 +50,6 @@ class CanvasStep(ABC):
         self.model = model
         self.canvas_length = vllm_config.diffusion_config.canvas_length
         self.vocab_size = model_config.get_vocab_size()
-        self.max_model_len = model_config.max_model_len
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.memory = SamplingMemory(self.extension.sampling_memory_mib << 20)
         self.device = device
@@ -224,7 +223,7 @@ class CanvasStep(ABC):
             or (batch.lengths_np == self.slots.host_values("width", slots)).all()
         ):
             return None
-        room = self.max_model_len - inputs.starts
+        room = self.requests.max_model_len - inputs.starts
         width = torch.minimum(numbers.width, narrowed_width(numbers.fitted_end - inputs.starts))
         return batch.lengths != torch.minimum(width, room)
 

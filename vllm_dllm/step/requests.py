@@ -45,7 +45,7 @@ class StepRequests:
         self.slots, self.settings, self.extension = slots, settings, extension
         model_config = vllm_config.model_config
         self.vocab_size = model_config.get_vocab_size()
-        self.max_model_len, self.mask_id = model_config.max_model_len, mask_id
+        self.mask_id = mask_id
         family = family_of(model_config.architecture, model_config.hf_config)
         self._unadmitted = RequestOptions(**server_defaults(extension.defaults, family))
         self.req_states = sampler.req_states
@@ -122,6 +122,13 @@ class StepRequests:
         if max_tokens is not None:
             end = min(end, request.prompt_len + max_tokens)
         return end, foreseen_stop_tokens(request.params)
+
+    @property
+    def max_model_len(self) -> int:
+        """Returns the most tokens of a request. With `--max-model-len auto`, vLLM lowers it after
+        the model is loaded."""
+        longest: int = self.req_states.max_model_len
+        return longest
 
     def remove_request(self, slot: int) -> None:
         """Forgets what the slot's request asked for."""

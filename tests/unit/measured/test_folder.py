@@ -22,6 +22,7 @@ def config() -> Any:
             dtype="bfloat16",
             quantization=None,
             max_model_len=4096,
+            original_max_model_len=None,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         diffusion_config=SimpleNamespace(canvas_length=256),
@@ -66,6 +67,17 @@ def test_all_that_times_depend_on_is_part_of_its_name(
             patch.setitem(machine, name, "another")
             others.add(folder.result_folder(config()))
     assert len(others) == 11
+
+
+def test_a_context_that_is_fitted_to_memory_leaves_the_name(machine: dict[str, str]) -> None:
+    """The server asks before vLLM fits it, and the workers afterwards."""
+    names = []
+    for longest in (262_144, 40_000):
+        fitted = config()
+        fitted.model_config.original_max_model_len = -1
+        fitted.model_config.max_model_len = longest
+        names.append(folder.result_folder(fitted))
+    assert names[0] == names[1] != folder.result_folder(config())
 
 
 def test_is_written_whole_and_read_back(tmp_path: Path) -> None:

@@ -139,21 +139,29 @@ def test_blocks_are_counted(
     "feed",
     ["", "a/b", "../" + "0" * 29 + "/" + "0" * 32, "0" * 32 + "/" + "0" * 32, "0" * 65],
 )
-def test_names_that_lead_nowhere(folder: Path, feed: str) -> None:
+def test_names_that_lead_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch, feed: str) -> None:
+    monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))
     (folder / ("1" * 32)).touch()
     watching = observing()
     for name in (feed, "1" * 32 + "/" + "0" * 32):
         watching.add_request(request(0, name))
-        assert not watching.are_watching(batch(0))
+        watching.show_step(step(1), batch(0), ["a"])
 
 
-def test_of_several_workers_one_speaks(listener: Any, tmp_path: Path) -> None:
+def test_of_several_workers_one_speaks(
+    listener: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them know, and so run the same kernels."""
+    monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))
     trace = tmp_path / "trace.jsonl"
-    watching = observing(trace, speaks=False)
-    watching.add_request(request(0, f"{listener[1]}/{canvas_feeds.new_random_name()}"))
-    assert not watching.are_watching(batch(0))
-    watching.show_step(step(1), batch(0), ["a"])
-    assert not trace.exists()
+    traces, watches = observing(trace, speaks=False), observing(speaks=False)
+    watches.add_request(request(0, f"{listener[1]}/{canvas_feeds.new_random_name()}"))
+    for silent in (traces, watches):
+        assert silent.are_watching(batch(0, 1))
+        silent.show_step(step(1), batch(0), ["a"])
+    assert not watches.are_watching(batch(1)) and not trace.exists()
+    watches.remove_request(0)
+    assert not watches.are_watching(batch(0))
 
 
 def test_a_reader_that_stands_still_holds_up_nobody(

@@ -59,7 +59,7 @@ class Step(UniformStep):
     input_batch: Any
 
     def __init__(self, fuses: bool, spares: bool, joins: bool) -> None:
-        self.canvas_length, self.vocab_size, self.max_model_len = C, V, CONTEXT
+        self.canvas_length, self.vocab_size = C, V
         self.device, self.fuses = DEVICE, fuses
         canvas = torch.zeros(R, C + 3, dtype=torch.int64, device=DEVICE)[:, :C]
         self.slots = CanvasSlots(canvas, H, torch.float32)
@@ -81,6 +81,7 @@ class Step(UniformStep):
         self.requests: Any = SimpleNamespace(
             settings=settings,
             joins_commits=joins,
+            max_model_len=CONTEXT,
             are_counted=True,
             are_plain=lambda batch: True,
             **dict.fromkeys(names, nothing),

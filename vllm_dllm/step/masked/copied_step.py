@@ -78,5 +78,5 @@ class CopiedStep(DraftingStep):
         """Returns [n] int: how many rows the canvases at `starts` [n] have, with the copy that
         those in `has_copy` [n] bool have where there is room. Takes arrays of numpy, too."""
         unit = self.canvas_length + has_copy * (self.block_length - self.canvas_length)
-        width, room = unit - starts % unit, self.max_model_len - starts
+        width, room = unit - starts % unit, self.requests.max_model_len - starts
         return (width + (has_copy & (width + unit <= room)) * unit).clip(max=room)

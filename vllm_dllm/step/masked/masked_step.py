@@ -105,9 +105,9 @@ class MaskedStep(CanvasStep):
             if (batch.lengths_np == self.canvas_length).all():
                 return None
             ends = inputs.starts + batch.lengths
-            return (ends % self.canvas_length != 0) & (ends != self.max_model_len)
+            return (ends % self.canvas_length != 0) & (ends != self.requests.max_model_len)
         ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]  # exact, here
-        is_cut = (ends % self.canvas_length != 0) & (ends != self.max_model_len)
+        is_cut = (ends % self.canvas_length != 0) & (ends != self.requests.max_model_len)
         return async_tensor_h2d(is_cut, device=self.device) if is_cut.any() else None
 
     def _parts(self, inputs: StepInputs) -> torch.Tensor | None:

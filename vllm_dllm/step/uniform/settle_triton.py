@@ -299,6 +299,7 @@ def _settle_kernel(
     following = tl.load(next_canvas + drawn, mask=is_place, other=0)
     noise = tl.load(renoise + drawn, mask=is_place, other=0)
     denoised = tl.where(finished, guess, tl.where(is_accepted, kept, noise))
+    tl.debug_barrier()  # no warp may read the slot's numbers after another has written them
     tl.store(
         canvas + slot * canvas_stride + place,
         tl.where(ends, following, denoised),

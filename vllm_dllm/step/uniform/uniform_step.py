@@ -185,7 +185,7 @@ class UniformStep(CanvasStep):
             drawn.noise,
             batch,
             block_ends,
-            max_model_len=self.max_model_len,
+            max_model_len=self.requests.max_model_len,
             slots=self.slots,
             settings=settings,
             emits=Emits(last=self.settling.spares_last_commit, others=joins_commits),

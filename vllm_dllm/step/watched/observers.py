@@ -22,7 +22,11 @@ logger = init_logger(__name__)
 
 
 class CanvasObservers:
-    """Shows canvases to the trace file, and to clients that watch, by slot."""
+    """Shows canvases to the trace file, and to clients that watch, by slot.
+
+    All ranks know which canvases are watched, since a step whose canvases are watched runs other
+    kernels. Ranks that ran different ones would read wrong sums from each other.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class CanvasObservers:
         blocks_are_aligned: bool,  # counted from a request's first token, not from its answer's
     ) -> None:
         self.trace = CanvasTrace(trace_path) if trace_path and speaks else None
+        self._traces, self._watched = bool(trace_path), set[int]()  # slots
         self._canvas_length, self._device = canvas_length, device
         self._speaks, self._blocks_are_aligned = speaks, blocks_are_aligned
         self._watchers: dict[int, Watcher] = {}
@@ -42,7 +47,10 @@ class CanvasObservers:
     def add_request(self, request: NewRequest) -> None:
         """Keeps where the request's canvases are sent, if its client watches."""
         feed = request.options.canvas_feed
-        if feed is None or not self._speaks or (found := find_socket(feed)) is None:
+        if feed is None:
+            return
+        self._watched.add(request.slot)
+        if not self._speaks or (found := find_socket(feed)) is None:
             return
         width, first = request.options.canvas_length or self._canvas_length, request.prompt_len
         if self._blocks_are_aligned:
@@ -55,15 +63,14 @@ class CanvasObservers:
 
     def remove_request(self, slot: int) -> None:
         """Queues the end of the slot's stream of canvases, if its client watches."""
+        self._watched.discard(slot)
         watcher = self._watchers.pop(slot, None)
         if watcher is not None and self._sender is not None:
             self._sender.send_end(watcher)
 
     def are_watching(self, batch: CanvasBatch) -> bool:
-        """Returns whether anybody watches this step's canvases."""
-        return self.trace is not None or (
-            bool(self._watchers) and batch.any_in(self._watchers.keys())
-        )
+        """Returns whether anybody watches this step's canvases, the same on all ranks."""
+        return self._traces or (bool(self._watched) and batch.any_in(self._watched))
 
     def show_step(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
         """Writes a step's canvases to the trace, and queues those of watched requests. Waits for
