@@ -42,8 +42,8 @@ $(READY): requirements/cpu.txt pyproject.toml
 	@touch $@
 	@echo "Ready. Next: make serve, make demo or make test."
 
-# Before set-up, which takes minutes. A name with a slash may be one on the hub.
-ifeq ($(filter serve,$(MAKECMDGOALS))$(findstring /,$(CHECKPOINT))$(wildcard $(CHECKPOINT)),serve)
+# Before set-up, which takes minutes. A name whose owner is no folder may be one on the hub.
+ifeq ($(filter serve,$(MAKECMDGOALS))$(wildcard $(CHECKPOINT)),serve$(if $(wildcard $(dir $(CHECKPOINT))),,?))
 $(error There is no folder '$(CHECKPOINT)'. CHECKPOINT=FOLDER names one, such as checkpoints/diffusiongemma-tiny)
 endif
 

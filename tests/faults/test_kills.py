@@ -110,5 +110,6 @@ def test_a_signal_during_the_start(tmp_path: Path, moment: str, number: int) -> 
         os.kill(process.pid, number)
         process.wait(HANGS_S)
         wait_for(lambda: gone(process))
+        assert LAST_RESORT not in log.read_text()
     finally:
         stop(process)

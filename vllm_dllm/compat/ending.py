@@ -23,6 +23,7 @@ from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.system_utils import kill_process_tree
 
 from vllm_dllm.compat.drafting import has_dflash_method
+from vllm_dllm.compat.log_lines import STOPPED
 from vllm_dllm.compat.patching import wrap
 
 logger = init_logger(__name__)
@@ -83,8 +84,9 @@ def stop_gracefully() -> None:
 
 def limit_interrupted_start() -> None:
     """Replaces this process' signal handlers, so that a server that is told to stop while it starts
-    is killed `ALL_S` later, whatever it waits for. Call it in the server's first process, before
-    others are started. Does nothing in other processes and threads, and once the server listens."""
+    says so and ends, or is killed `ALL_S` later, whatever it waits for. Call it in the server's
+    first process, before others are started. Does nothing in other processes and threads, and once
+    the server listens."""
     stock: Any = signal.getsignal(signal.SIGTERM)
     # vLLM's, until it listens.
     is_starting = callable(stock) and getattr(stock, "__name__", "") == "_interrupt_init"
@@ -94,7 +96,8 @@ def limit_interrupted_start() -> None:
 
     def end(number: int, frame: Any) -> None:
         _kill_after(ALL_S)
-        stock(number, frame)
+        # Not vLLM's KeyboardInterrupt: its `zmq_socket_ctx` drops that, and the start goes on.
+        raise SystemExit(STOPPED)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)

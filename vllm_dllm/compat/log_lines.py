@@ -36,6 +36,9 @@ WORKER_FAILED = re.compile(
 )
 """How the engine repeats a worker's exception; the group is the exception's message."""
 
+STOPPED = "Stopped before the server was ready."
+"""What a server says last if it is told to stop while it starts."""
+
 WRONG_WARNINGS = {
     "vllm.config.scheduler": "Using custom scheduler class %s.",
     "vllm.plugins": "Found endpoint plugin(s) %s but VLLM_PLUGINS is not set.",

@@ -94,7 +94,7 @@ class _LastLine:
         is_serving = sys.argv[1:2] == ["serve"]  # else a program of the user's, with its own errors
         is_shown = shows_tracebacks() or not is_serving
         if not is_shown and isinstance(error, KeyboardInterrupt):
-            print("Stopped before the server was ready.", file=sys.stderr, flush=True)
+            print(log_lines.STOPPED, file=sys.stderr, flush=True)
             return
         if is_shown:
             self._stock(kind, error, traceback)
