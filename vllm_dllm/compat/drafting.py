@@ -160,8 +160,10 @@ def predicted_widths(output: ModelRunnerOutput) -> Mapping[str, int]:
 
 
 def send_widths_to_speculator(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """Passes the draft widths attached to a step, if any, to the runner's speculator."""
-    if (widths := getattr(scheduler_output, "draft_widths", None)) is not None:
+    """Passes the draft widths attached to a step, if any, to the runner's speculator. Of the stages
+    of pipeline parallelism, the last one has it."""
+    widths = getattr(scheduler_output, "draft_widths", None)
+    if widths is not None and runner.speculator is not None:
         runner.speculator.step_begins(scheduler_output, widths)
 
 

@@ -50,10 +50,12 @@ def sample_by_inversion(
 ) -> torch.Tensor:
     """Returns the first token [rows] int64 whose cumulative probability exceeds `uniform`.
 
-    If the sum runs from left to right, as on CPUs, a token of probability 0 is never returned, even
-    with rounding: the draw stays below the total.
+    A token of probability 0 is never returned, even with rounding: it leaves the sum as it is, and
+    the draw stays below the total. That also holds for PyTorch's sums of several rows on GPUs. Its
+    sum of a single row there may grow at such a token, and differ from one rank to the next.
     """
-    cumulative = probs.cumsum(dim=-1)
+    summed = probs.expand(2, -1) if probs.is_cuda and len(probs) == 1 else probs
+    cumulative = summed.cumsum(dim=-1)[: len(probs)]
     # A factor of 1 would let a draw round up to the total; this one always rounds to less.
     draw = uniform.to(cumulative.dtype)[:, None] * (cumulative[:, -1:] * (1 - 2.0**-24))
     found = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)

@@ -119,11 +119,11 @@ class WidthDFlashSpeculator(DFlashHooks):
         """Returns the drafts [num_reqs, num_speculative_tokens] int64. The arguments are vLLM's.
         Rows of requests without a draft have undefined values."""
         inputs = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
+        if self._predictor is not None and not dummy_run:
+            self._predict_widths(input_batch, last_hidden_states)
         # Ranks of data parallelism draft together.
         if dummy_run or self.dp_size > 1:
             return super().propose(input_batch, *inputs, *args, dummy_run=dummy_run, **kwargs)
-        if self._predictor is not None:
-            self._predict_widths(input_batch, last_hidden_states)
         # A custom scheduler sends no widths: then all drafts are as wide as possible.
         widest = self.num_speculative_steps
         widths = np.array([self._widths.get(name, widest) for name in input_batch.req_ids])

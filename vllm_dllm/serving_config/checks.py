@@ -41,6 +41,10 @@ def check_sampler_options(vllm_config: VllmConfig) -> None:
         ("enable_prompt_embeds", model_config.enable_prompt_embeds),
         ("kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("enable_return_routed_experts", vllm_config.aux_output_config.enabled),
+        (
+            "enable_batch_sharded_sampling",
+            vllm_config.parallel_config.enable_batch_sharded_sampling,
+        ),
     ):
         if value:
             raise ValueError(

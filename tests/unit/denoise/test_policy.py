@@ -26,7 +26,7 @@ from vllm_dllm.denoise.convergence import (
     times_repeated,
     up_to_first_stop,
 )
-from vllm_dllm.denoise.row_stats import RowStats, row_stats
+from vllm_dllm.denoise.row_stats import RowStats, row_stats, sample_by_inversion
 from vllm_dllm.denoise.step import (
     AnswerOnly,
     CanvasState,
@@ -152,6 +152,21 @@ def test_excluded_tokens_are_never_candidates(edge: float) -> None:
     uniform = torch.tensor([edge], dtype=torch.float64)
     assert stats_of(logits, uniform).candidate.item() in (2, 4)
     assert torch.isfinite(stats_of(logits, uniform).entropy_nats).all()
+
+
+def test_a_row_alone_is_summed_as_one_of_several_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's sum of a single row there joins partial sums in another order, which may grow at a
+    token of probability 0: a grammar would be given one that it has excluded."""
+    probs = torch.rand(3, 512, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    expected, stock, summed = sample_by_inversion(probs, uniform), torch.Tensor.cumsum, []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(
+        torch.Tensor, "cumsum", lambda *a, **k: summed.append(a[0].shape) or stock(*a, **k)
+    )
+    assert torch.equal(sample_by_inversion(probs, uniform), expected)
+    assert torch.equal(sample_by_inversion(probs[1:2], uniform[1:2]), expected[1:2])
+    assert summed == [(3, 512), (2, 512)]
 
 
 def test_step_replaces_what_it_does_not_accept_and_stops_at_the_cap() -> None:
