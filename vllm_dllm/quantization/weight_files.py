@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,9 +128,16 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises InputError if it is not JSON, and OSError if it
-    cannot be read."""
+    """Returns the object in a JSON file, {} if there is no file. Raises InputError, naming the
+    file, if it holds none."""
+    if not path.exists():
+        return {}
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
         raise InputError(f"{path} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{path} must be a JSON object, got {reprlib.repr(found)}: copy or download it again"
+        )
+    return found

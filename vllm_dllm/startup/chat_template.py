@@ -1,15 +1,15 @@
 """Refuses a chat template that never ends, which would hold up a server at its first chat."""
 
 import contextlib
-import json
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from vllm_dllm.quantization.weight_files import read_json
 
 LIMIT_S = 20.0
 """Seconds that a template may run. It takes milliseconds, but a machine may be busy."""
@@ -46,10 +46,8 @@ def _read_templates(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yields each readable file in `folder` with a chat template, and the template."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         yield folder / "chat_template.jinja", (folder / "chat_template.jinja").read_text()
-    config: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-    if isinstance(config, dict) and isinstance(config.get("chat_template"), str):
+    config = read_json(folder / "tokenizer_config.json")
+    if isinstance(config.get("chat_template"), str):
         yield folder / "tokenizer_config.json", config["chat_template"]
 
 

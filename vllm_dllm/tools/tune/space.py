@@ -1,7 +1,6 @@
 """The settings that are searched: `diffusion_*` keys of a request, and the ranges of their
 values."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import optuna
 from vllm_dllm.config.architectures import LLADA22, family_of, takes_acceptance
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import read_json
 from vllm_dllm.requests.options import MASKED_ENTROPY_BOUND
 
 Value = str | int | float
@@ -46,7 +46,7 @@ class Space:
         Raises:
             InputError: the checkpoint is not a diffusion model, or a file lacks a value.
         """
-        config = _read_json(checkpoint / "config.json")
+        config = read_json(checkpoint / "config.json")
         names = config.get("architectures") or [""]
         self._family = family_of(names[0], SimpleNamespace(**config))
         self._published = () if self._family is LLADA22 else _PUBLISHED.get(names[0], ())
@@ -59,7 +59,7 @@ class Space:
         )
         self._config: DenoiseConfig | None = None  # of a model that is not a masked one
         if self._family is None:
-            own = _read_json(checkpoint / "generation_config.json")
+            own = read_json(checkpoint / "generation_config.json")
             try:
                 self._config = DenoiseConfig.from_generation_config(own)
             except ValueError as error:
@@ -188,14 +188,3 @@ def _suggest_around(
     """Returns a value between `least` and `most` times the checkpoint's own, on a logarithmic
     scale."""
     return trial.suggest_float(name, least * own, most * own, log=True)
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    """Returns the JSON object in a file; {} if the file does not exist. Raises InputError if it is
-    not JSON."""
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON: {error}") from error
