@@ -64,6 +64,8 @@ ADMITTED = {
         metadata={"diffusion_max_steps": "1"},
         tools=[],
     ),
+    "a schema of /v1/messages": chat(output_config={"format": {"schema": SCHEMA}}),
+    "a choice among tools": response(tool_choice={"type": "allowed_tools", "mode": "auto"}),
     "names that others have, too": chat(limits=3, logprobs=True, extra={"defaults": {}}),
 }
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
@@ -76,6 +78,9 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         {"logprobs": True, "diffusion_logprobs": "unmask"},
         "diffusion_logprobs belongs in vllm_xargs",
     ),
+    "in a list": ({"a": [{"b": [[{"diffusion_t_min": 1}]]}]}, "got it in a.b. Write"),
+    "in camelCase": ({"diffusionMaxSteps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
+    "in camelCase, without its prefix": ({"maxSteps": 1}, "maxSteps belongs in vllm_xargs"),
     "and misspelt": ({"Diffusion_max_stepz": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
     "unknown": ({"diffusion_foo_bar": 1}, "diffusion_foo_bar belongs in vllm_xargs"),
     "without its prefix": ({"max_steps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
@@ -91,6 +96,11 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         '{"diffusion_max_steps": ...}',
     ),
     "a setting": ({"commit_last_block": True}, "commit_last_block is a setting of the server"),
+    "vLLM's settings": (
+        {"diffusion_config": {"canvas_length": 16}},
+        "diffusion_config is a setting of the server, got it in a request. Start the server with "
+        "--diffusion-config for it",
+    ),
     "settings": ({"vllm_dllm": {"window_rule": "x"}}, "vllm_dllm is a setting of the server"),
     "a rule for both": ({"window_rule": "x"}, '"vllm_xargs": {"diffusion_window_rule": ...}'),
 }
