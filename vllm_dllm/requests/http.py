@@ -1,6 +1,7 @@
 """Refuses HTTP requests that ask for what a diffusion model cannot do, or have a key in the wrong
 place. vLLM would answer them with 200 and ignore the key."""
 
+import json
 import re
 import reprlib
 from collections.abc import Iterator
@@ -85,6 +86,19 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
             f"{name} has no effect in {place or 'the body'} on this route. {remedy}.",
             parameter=name,
         )
+
+
+def check_text(body: Any) -> None:
+    """Raises VLLMValidationError if a text in the body of a request has half of a surrogate pair,
+    which JSON can write but no tokenizer can read."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        part = error.object[max(0, error.start - 20) : error.end]
+        raise VLLMValidationError(
+            f"The body must be valid Unicode, got half of a character (a lone surrogate) at the "
+            f"end of {part!r}. Send the whole character, or leave it out."
+        ) from None
 
 
 def refuse_beam_search() -> None:

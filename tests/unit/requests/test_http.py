@@ -20,7 +20,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm import plugin
 from vllm_dllm.compat import http
-from vllm_dllm.requests.http import check_body_without_xargs, check_request_body, wrong_type_error
+from vllm_dllm.requests.http import (
+    check_body_without_xargs,
+    check_request_body,
+    check_text,
+    wrong_type_error,
+)
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
@@ -153,6 +158,15 @@ WITHOUT_XARGS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_half_of_a_character_is_refused() -> None:
+    check_text(chat(name="😀"))
+    half = "😀\ud83d"
+    for wrong in ({"stop": [half]}, {"name": {"a": half}}, {"name": {half: 1}}):
+        with pytest.raises(VLLMValidationError, match=r"must be valid Unicode.*😀\\ud83d") as error:
+            check_text(chat(**wrong))
+        str(error.value).encode()  # the answer can be sent
+
+
 @pytest.mark.parametrize("case", WITHOUT_XARGS)
 def test_routes_without_xargs_take_no_keys_in_the_body(case: str) -> None:
     check_body_without_xargs(WITHOUT_XARGS[case])
@@ -195,8 +209,9 @@ def client() -> TestClient:
     app.state.args = SimpleNamespace(log_error_stack=False)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(http, "is_server", lambda: True)
-    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
-    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
+    checks = (check_request_body, check_body_without_xargs, check_text)
+    http.check_bodies(*checks, wrong_type_error)
+    http.check_bodies(*checks, wrong_type_error)
     monkeypatch.undo()
     server.init_exception_handler(app)
 
