@@ -137,9 +137,8 @@ def test_a_mistake_is_found_before_the_answer_begins(
     by_path, message = MISTAKES[name]
     body = {"model": server.model, **ROUTES.get(path, {}), "stream": stream, **by_path[path]}
     answer = refused(server, path, body, "400 Bad Request")
-    assert (answer.get("type") == "error") == path.startswith("messages"), (
-        answer
-    )  # each in its form
+    is_message = path.startswith("messages")
+    assert (answer.get("type") == "error") == is_message, answer  # each in its form
     assert message in answer["error"]["message"]
 
 
