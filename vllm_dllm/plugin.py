@@ -86,6 +86,7 @@ def _install_admission() -> None:
     from vllm_dllm.requests.http import (
         check_body_without_xargs,
         check_request_body,
+        check_text,
         refuse_beam_search,
         wrong_type_error,
     )
@@ -94,7 +95,7 @@ def _install_admission() -> None:
     admission.set_admission(
         (DIFFUSION_GEMMA, *FAMILIES), ServedModel.from_config, admit, admit_target
     )
-    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
+    http.check_bodies(check_request_body, check_body_without_xargs, check_text, wrong_type_error)
     http.admit_before_streams(make_accepted_token_counter)
     http.set_beam_search_check(refuse_beam_search)
     usage.patch_usage()

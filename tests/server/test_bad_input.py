@@ -69,6 +69,13 @@ MISTAKES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no steps": (everywhere(vllm_xargs={"diffusion_max_steps": 0}), "diffusion_max_steps must be"),
     "a key misspelt": (everywhere(vllm_xargs={"diffusion_max_stepz": 1}), "diffusion_max_steps?"),
     "a key misplaced": (everywhere(diffusion_max_steps=1), "belongs in vllm_xargs"),
+    "half of a character": (
+        {
+            "messages/count_tokens": {"messages": [{"role": "user", "content": "\ud83d"}]},
+            **{path: {"user": "\ud83d"} for path in ROUTES},
+        },
+        "must be valid Unicode",
+    ),
     "two first canvases": (
         everywhere(
             prediction={"type": "content", "content": "a b"},
@@ -128,9 +135,10 @@ def test_a_mistake_is_found_before_the_answer_begins(
 ) -> None:
     """Its HTTP status says so, and the log has one line for it."""
     by_path, message = MISTAKES[name]
-    body = {"model": server.model, **ROUTES[path], "stream": stream, **by_path[path]}
+    body = {"model": server.model, **ROUTES.get(path, {}), "stream": stream, **by_path[path]}
     answer = refused(server, path, body, "400 Bad Request")
-    assert (answer.get("type") == "error") == (path == "messages"), answer  # each in its form
+    is_message = path.startswith("messages")
+    assert (answer.get("type") == "error") == is_message, answer  # each in its form
     assert message in answer["error"]["message"]
 
 

@@ -86,12 +86,14 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 def check_bodies(
     check: Callable[..., None],
     check_without_xargs: Callable[[dict[str, Any]], None],
+    check_text: Callable[[Any], None],
     complain: Callable[[str, Any], Exception],
 ) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
     request to a diffusion model before vLLM parses it, or `check_without_xargs(body)` on
-    `ROUTES_WITHOUT_XARGS`. They may change the body, or raise vLLM's errors of clients. Repeatable;
-    does nothing in a process that is no server.
+    `ROUTES_WITHOUT_XARGS`, after `check_text(body)`, which sees bodies of all routes. They may
+    change the body, or raise vLLM's errors of clients. Repeatable; does nothing in a process that
+    is no server.
 
     vLLM's own checks of a body come before those of its types: a number where they expect an object
     ends in HTTP 500. The error that `complain(parameter, value)` returns is answered instead.
@@ -103,30 +105,29 @@ def check_bodies(
     from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
     async def validate(raw_request: Request) -> None:
-        """Lets vLLM check the request's content type, and `check` its body. Raises the error of
-        `check`; on `/v1/messages` wraps it in a _MessageError."""
+        """Lets vLLM check the request's content type, and the checks its body. Raises an error of
+        theirs; below `/v1/messages` wraps it in a _MessageError."""
         await validate_json_request(raw_request)
-        state, route = raw_request.app.state, raw_request.scope["route"]
-        is_checked = route.path in ROUTES | ROUTES_WITHOUT_XARGS
-        if not (is_checked and state.vllm_config.model_config.is_diffusion):
+        state, path = raw_request.app.state, raw_request.scope["route"].path
+        if not state.vllm_config.model_config.is_diffusion:
             return
-        count_http_request()
-        # The same object that the route's parameter is made of.
-        if not isinstance(body := await raw_request.json(), dict):
-            return
-        if route.path in ROUTES_WITHOUT_XARGS:
-            check_without_xargs(body)
-            return
-        renderer = state.online_renderer
-        parser = renderer.parser and renderer.parser.tool_parser_cls
+        if path in ROUTES | ROUTES_WITHOUT_XARGS:
+            count_http_request()
+        body = await raw_request.json()  # the same object that the route's parameter is made of
         try:
-            check(
-                body,
-                parses_tool_calls=bool(parser and renderer.enable_auto_tools),
-                forces_tool_calls=bool(parser and _constrains_tool_calls(parser)),
-            )
+            check_text(body)
+            if path in ROUTES_WITHOUT_XARGS and isinstance(body, dict):
+                check_without_xargs(body)
+            elif path in ROUTES and isinstance(body, dict):
+                renderer = state.online_renderer
+                parser = renderer.parser and renderer.parser.tool_parser_cls
+                check(
+                    body,
+                    parses_tool_calls=bool(parser and renderer.enable_auto_tools),
+                    forces_tool_calls=bool(parser and _constrains_tool_calls(parser)),
+                )
         except VLLMClientError as error:
-            raise (_MessageError(error) if route.path == MESSAGES else error) from error
+            raise (_MessageError(error) if path.startswith(MESSAGES) else error) from error
 
     async def validate_invocation(raw_request: Request) -> None:
         """Does what `validate` does, on `INVOCATIONS` alone."""

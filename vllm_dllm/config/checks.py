@@ -1,6 +1,7 @@
 """Checks settings and request keys against declared types, with errors of one line."""
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import field
@@ -145,12 +146,13 @@ def describe_unknown_name(name: str, known: Iterable[str], place: str = "", show
 
 def nearest_name(name: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
     """Returns the name in `known` most like `name`, or None below `likeness` (0 to 1). Ignores case
-    and hyphens."""
+    and how words are joined."""
     by_plain = {normalize_name(one): one for one in known}
     near = difflib.get_close_matches(normalize_name(name), by_plain, n=1, cutoff=likeness)
     return by_plain[near[0]] if near else None
 
 
 def normalize_name(name: str) -> str:
-    """Returns `name` in lower case and with underscores for hyphens, as names are compared."""
-    return name.lower().replace("-", "_")
+    """Returns `name` as names are compared: in lower case, without spaces around it, and with
+    underscores for hyphens and between the words of `camelCase`."""
+    return re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name.strip()).lower().replace("-", "_")

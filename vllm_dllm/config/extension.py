@@ -15,6 +15,7 @@ from vllm_dllm.config.checks import (
     Number,
     PathName,
     nearest_name,
+    normalize_name,
     parse_settings,
     settings,
 )
@@ -151,7 +152,14 @@ class ExtensionConfig:
         given = additional_config if isinstance(additional_config, Mapping) else {}
         for name in given:
             _check_place(name, cls.__annotations__)
-        return parse_settings(cls, given[SECTION] if given.get(SECTION) is not None else {})
+        section = {} if given.get(SECTION) is None else given[SECTION]
+        for name in section if isinstance(section, Mapping) else ():
+            if normalize_name(name).startswith("diffusion_"):
+                place = f'{{"{SECTION}": {{"defaults": {{"{name}": ...}}}}}}'
+                raise ValueError(
+                    f"{name} in --additional-config belongs under defaults: '{place}'."
+                )
+        return parse_settings(cls, section)
 
 
 def _check_place(name: str, settings: Iterable[str]) -> None:

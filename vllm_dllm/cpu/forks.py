@@ -6,6 +6,7 @@ that is faster. On machines with many cores it has not been measured, so workers
 before.
 """
 
+import contextlib
 import multiprocessing
 import os
 
@@ -49,7 +50,15 @@ def _fork_context(config: VllmConfig) -> engine_processes.Context | None:
 
 
 def compute_on_chosen_cores() -> None:
-    """Binds a forked worker to its cores, before it computes. Else does nothing."""
+    """Binds a forked worker to its cores, before it computes. Else does nothing. Raises ValueError
+    if the user named cores that there are not."""
     if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
-        os.sched_setaffinity(0, chosen)
+        there = os.sched_getaffinity(0)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, chosen)
+        if os.sched_getaffinity(0) != set(chosen):
+            raise ValueError(
+                f"VLLM_CPU_OMP_THREADS_BIND must name cores that this process may use, among "
+                f"{sorted(there)}, got {chosen}. Correct or unset it."
+            )
         cores.set_num_threads(len(chosen))

@@ -1,6 +1,8 @@
 """Prepares a process on a CPU, and the configuration of a model that it serves."""
 
 import os
+import re
+from collections.abc import Mapping
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -11,6 +13,25 @@ from vllm_dllm.cpu.compat import runner, triton_placeholder
 from vllm_dllm.cpu.compat.cores import available_cpu_count, shorten_busy_wait
 
 logger = init_logger(__name__)
+
+_CORES = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": (r"\d+", "a whole number of GiB"),
+    "VLLM_CPU_OMP_THREADS_BIND": (
+        rf"auto|nobind|{_CORES}(\|{_CORES})*",
+        "ids of cores, such as 0-3,6 (with | between workers), auto or nobind",
+    ),
+}
+"""Variable that vLLM reads on a CPU -> pattern of its values, and what completes "must be"."""
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Raises ValueError if a variable has a value that vLLM cannot read. Its own error names no
+    variable."""
+    for name, (pattern, expected) in _VARIABLES.items():
+        value = environment.get(name, "")
+        if value and not re.fullmatch(pattern, value.replace(" ", "")):
+            raise ValueError(f"{name} must be {expected}, got {value!r}. Correct or unset it.")
 
 
 def install() -> None:

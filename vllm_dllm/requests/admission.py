@@ -16,6 +16,7 @@ from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED, PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
+from vllm_dllm.requests.http import key_error
 from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_first_token,
@@ -154,7 +155,7 @@ def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions
         _check_canvas(options, served)
         _check_companions(options, params, served.tokenizer)
     except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
+        raise key_error(error) from error
     return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
 
 

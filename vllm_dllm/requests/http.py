@@ -1,6 +1,8 @@
 """Refuses HTTP requests that ask for what a diffusion model cannot do, or have a key in the wrong
 place. vLLM would answer them with 200 and ignore the key."""
 
+import json
+import re
 import reprlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +19,12 @@ _CONTENT_NAMES = frozenset(
     {
         *("messages", "prompt", "input", "instructions", "system", "documents", "metadata"),
         *("tools", "functions", "response_format", "structured_outputs", "text", "prediction"),
+        *("tool_choice", "output_config", "previous_input_messages"),
         *("state", "questions", "query", "items"),
     }
 )
-"""Fields with a user's own content. Names inside of them may be any, and are not checked."""
+"""Fields with a user's own content, or a standard's names that are also ours. Names inside of them
+are not checked."""
 _COMMON_NAMES = {"defaults", "limits", "logprobs", "prediction"}
 """Names of our settings and keys that other software uses as well. Outside of vllm_xargs they are
 not taken for misplaced keys."""
@@ -84,6 +88,19 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         )
 
 
+def check_text(body: Any) -> None:
+    """Raises VLLMValidationError if a text in the body of a request has half of a surrogate pair,
+    which JSON can write but no tokenizer can read."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        part = error.object[max(0, error.start - 20) : error.end]
+        raise VLLMValidationError(
+            f"The body must be valid Unicode, got half of a character (a lone surrogate) at the "
+            f"end of {part!r}. Send the whole character, or leave it out."
+        ) from None
+
+
 def refuse_beam_search() -> None:
     """Always raises VLLMValidationError: a diffusion model has no beam search."""
     raise VLLMValidationError(
@@ -103,16 +120,27 @@ def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
     )
 
 
-def _names_in_body(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def key_error(error: ValueError) -> VLLMValidationError:
+    """Returns the error for a mistake in a request's keys, whose message begins with the key, in
+    quotes if it is no plain word. Does not raise it."""
+    first = re.match(r"'[^']*'|\S+", message := str(error))
+    return VLLMValidationError(message, parameter=first and first[0].strip("'"))
+
+
+def _names_in_body(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields pairs for the names in a body: the path of the object that has the name, and the name.
     Leaves out names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a user's
-    content. Lists are not searched."""
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        if (place, name) == ("", "vllm_xargs"):
-            continue
-        yield place, name
-        if name not in _CONTENT_NAMES:
-            yield from _names_in_body(inner, f"{place}.{name}" if place else name)
+    content."""
+    values: list[tuple[str, Any]] = [("", body)]
+    for place, value in values:  # which grows
+        if isinstance(value, list):
+            values += [(place, entry) for entry in value if isinstance(entry, dict | list)]
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if (place, name) == ("", "vllm_xargs"):
+                continue
+            yield place, name
+            if name not in _CONTENT_NAMES:
+                values.append((f"{place}.{name}" if place else name, inner))
 
 
 def _find_key(name: str) -> str | None:
@@ -122,12 +150,13 @@ def _find_key(name: str) -> str | None:
     ours = _OTHER_NAMES.get(ours, ours)
     if ours in _COMMON_NAMES:
         return None
-    if ours == SECTION or (
+    if ours in (SECTION, "diffusion_config") or (
         ours in ExtensionConfig.__annotations__ and f"{PREFIX}{ours}" not in KEYS
     ):
+        option = "diffusion" if ours == "diffusion_config" else "additional"
         raise VLLMValidationError(
             f"{name} is a setting of the server, got it in a request. Start the server with "
-            f"--additional-config for it, or leave it out.",
+            f"--{option}-config for it, or leave it out.",
             parameter=name,
         )
     key = f"{PREFIX}{ours.removeprefix(PREFIX)}"
@@ -143,7 +172,7 @@ def _check_xargs(keys: dict[str, Any]) -> None:
     try:
         parse_values(keys)
     except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=str(error).split()[0]) from error
+        raise key_error(error) from error
 
 
 def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: bool) -> None:

@@ -220,7 +220,8 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> Mapping[
     known = [key for key, mark in KEYS.items() if mark.by_server]
     for key in given:
         if key not in known:
-            raise ValueError(_unknown_key_message(key, known))
+            place = f"{key} under defaults of --additional-config"
+            raise ValueError(_unknown_key_message(key, known, place))
     parse_keys(given, {}, family)
     own = {key.removeprefix(PREFIX): value for key, value in given.items() if value is not None}
     if family is None:
@@ -261,10 +262,12 @@ def _check_key(key: str, value: Any, family: Family | None) -> None:
         raise ValueError(f"{key} {value!r} is not for this model. Choose {', '.join(rules)}.")
 
 
-def _unknown_key_message(key: str, known: Iterable[str]) -> str:
-    """Returns the error message for a key that is none of `known`."""
+def _unknown_key_message(key: str, known: Iterable[str], shown: str = "") -> str:
+    """Returns the error message for a key that is none of `known`. `shown`: the key and its place,
+    if that is not a request."""
     names = [one.removeprefix(PREFIX) for one in known]
-    return describe_unknown_name(normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown=key)
+    shown = shown or (key if key.split() == [key] else repr(key))
+    return describe_unknown_name(normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown)
 
 
 def load_options(params: SamplingParams | None) -> RequestOptions | None:

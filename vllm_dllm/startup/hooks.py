@@ -2,12 +2,14 @@
 
 import atexit
 import gc
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_dllm.compat import log_lines, startup
 from vllm_dllm.compat.drafting import is_dflash, is_dflash2
@@ -36,8 +38,12 @@ def install() -> None:
 
 def _check_arguments(arguments: EngineArgs) -> None:
     """Raises ValueError if the model, the drafter or the chat template that an engine's arguments
-    name cannot be served. Logs which packages are left out."""
+    name cannot be served, or a variable cannot be read. Logs which packages are left out."""
     last_line.discard_first_error()
+    if current_platform.is_cpu():
+        from vllm_dllm.cpu.install import check_variables
+
+        check_variables(os.environ)
     check_engine_arguments(arguments)
     check_chat_template(Path(arguments.model))
     if installation.left_out:
@@ -64,12 +70,18 @@ def _set_drafter_classes(config: VllmConfig) -> None:
 
 
 def _check_no_drafter_settings(config: VllmConfig) -> None:
-    """Raises ValueError if `config` has settings of DFlash drafters for another drafter."""
+    """Raises ValueError if `config` has settings of DFlash drafters for another drafter, or for a
+    diffusion model. Other models without a drafter are vLLM's alone, whatever the settings."""
     given, speculative = config.additional_config, config.speculative_config
     section = given.get(SECTION) if isinstance(given, Mapping) else None
     settings = section.get("drafter") if isinstance(section, Mapping) else None
-    if speculative is None or not settings:
+    if not settings or (speculative is None and not config.model_config.is_diffusion):
         return
+    if speculative is None:
+        raise ValueError(
+            "The settings of 'drafter' in --additional-config are for DFlash drafters, got them "
+            "with a diffusion model, which has no drafter. Leave them out."
+        )
     names = speculative.draft_model_config and speculative.draft_model_config.architectures
     raise ValueError(
         f"The settings of 'drafter' in --additional-config are for DFlash drafters, got method "

@@ -78,9 +78,20 @@ def test_a_forked_worker_computes_on_them(monkeypatch: pytest.MonkeyPatch) -> No
     found = []
     monkeypatch.setattr(engine_processes, "worker_cores", lambda: [0, 1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(forks.cores, "set_num_threads", found.append)
     forks.compute_on_chosen_cores()
     assert found == []  # this process was not forked
     monkeypatch.setattr(fork_server, "is_forked", lambda: True)
     forks.compute_on_chosen_cores()
     assert found == [[0, 1], 2]
+
+
+def test_cores_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "is_forked", lambda: True)
+    there = sorted(os.sched_getaffinity(0))
+    for wrong in ([4000], [*there, 4000]):
+        monkeypatch.setattr(engine_processes, "worker_cores", lambda wrong=wrong: wrong)
+        with pytest.raises(ValueError, match="VLLM_CPU_OMP_THREADS_BIND must name cores") as error:
+            forks.compute_on_chosen_cores()
+        assert f"among {there}, got {wrong}." in str(error.value)

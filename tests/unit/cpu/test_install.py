@@ -1,6 +1,7 @@
 """When this machine's runner is ours, and what is set for it."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,27 @@ def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(triton_placeholder, "has_triton", lambda: True)
     monkeypatch.setattr(runner, "allow_v2_runner_without_triton", None)
     install.install()
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", ("", "0", "40"), ("lots", "4G", "1.5", "-1")),
+        (
+            "VLLM_CPU_OMP_THREADS_BIND",
+            ("", "auto", "nobind", "3", "0-3,6|7, 9-11"),
+            ("lots", "0-", "0|", "0;1", "Auto"),
+        ),
+    ],
+)
+def test_variables_that_vllm_cannot_read(
+    name: str, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    for value in right:
+        install.check_variables({name: value})
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must be .*, got '{re.escape(value)}'"):
+            install.check_variables({name: value})
 
 
 def config_with_worker(worker_cls: str) -> SimpleNamespace:

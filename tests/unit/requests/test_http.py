@@ -20,7 +20,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_dllm import plugin
 from vllm_dllm.compat import http
-from vllm_dllm.requests.http import check_body_without_xargs, check_request_body, wrong_type_error
+from vllm_dllm.requests.http import (
+    check_body_without_xargs,
+    check_request_body,
+    check_text,
+    wrong_type_error,
+)
 
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
@@ -64,6 +69,8 @@ ADMITTED = {
         metadata={"diffusion_max_steps": "1"},
         tools=[],
     ),
+    "a schema of /v1/messages": chat(output_config={"format": {"schema": SCHEMA}}),
+    "a choice among tools": response(tool_choice={"type": "allowed_tools", "mode": "auto"}),
     "names that others have, too": chat(limits=3, logprobs=True, extra={"defaults": {}}),
 }
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
@@ -76,6 +83,9 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         {"logprobs": True, "diffusion_logprobs": "unmask"},
         "diffusion_logprobs belongs in vllm_xargs",
     ),
+    "in a list": ({"a": [{"b": [[{"diffusion_t_min": 1}]]}]}, "got it in a.b. Write"),
+    "in camelCase": ({"diffusionMaxSteps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
+    "in camelCase, without its prefix": ({"maxSteps": 1}, "maxSteps belongs in vllm_xargs"),
     "and misspelt": ({"Diffusion_max_stepz": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
     "unknown": ({"diffusion_foo_bar": 1}, "diffusion_foo_bar belongs in vllm_xargs"),
     "without its prefix": ({"max_steps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
@@ -91,6 +101,11 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
         '{"diffusion_max_steps": ...}',
     ),
     "a setting": ({"commit_last_block": True}, "commit_last_block is a setting of the server"),
+    "vLLM's settings": (
+        {"diffusion_config": {"canvas_length": 16}},
+        "diffusion_config is a setting of the server, got it in a request. Start the server with "
+        "--diffusion-config for it",
+    ),
     "settings": ({"vllm_dllm": {"window_rule": "x"}}, "vllm_dllm is a setting of the server"),
     "a rule for both": ({"window_rule": "x"}, '"vllm_xargs": {"diffusion_window_rule": ...}'),
 }
@@ -143,6 +158,15 @@ WITHOUT_XARGS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_half_of_a_character_is_refused() -> None:
+    check_text(chat(name="😀"))
+    half = "😀\ud83d"
+    for wrong in ({"stop": [half]}, {"name": {"a": half}}, {"name": {half: 1}}):
+        with pytest.raises(VLLMValidationError, match=r"must be valid Unicode.*😀\\ud83d") as error:
+            check_text(chat(**wrong))
+        str(error.value).encode()  # the answer can be sent
+
+
 @pytest.mark.parametrize("case", WITHOUT_XARGS)
 def test_routes_without_xargs_take_no_keys_in_the_body(case: str) -> None:
     check_body_without_xargs(WITHOUT_XARGS[case])
@@ -185,8 +209,9 @@ def client() -> TestClient:
     app.state.args = SimpleNamespace(log_error_stack=False)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(http, "is_server", lambda: True)
-    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
-    http.check_bodies(check_request_body, check_body_without_xargs, wrong_type_error)
+    checks = (check_request_body, check_body_without_xargs, check_text)
+    http.check_bodies(*checks, wrong_type_error)
+    http.check_bodies(*checks, wrong_type_error)
     monkeypatch.undo()
     server.init_exception_handler(app)
 

@@ -112,6 +112,11 @@ NAMES = {
     "diffusion-max-steps": "Did you mean diffusion_max_steps?",
     "diffusion_entropy_bond": "Did you mean diffusion_entropy_bound?",
     "window": "Did you mean diffusion_window_rule?",
+    "diffusionMaxSteps": "Did you mean diffusion_max_steps?",
+    "maxSteps": "Did you mean diffusion_max_steps?",
+    " diffusion_max_steps": "Did you mean diffusion_max_steps?",
+    "max steps": "Did you mean diffusion_max_steps?",
+    "": "Known are: diffusion_accept_probability, ",
     "foo": "Known are: diffusion_accept_probability, ",
     "temperature": "Known are: diffusion_accept_probability, ",
     "diffusion_joins_commits": "is not known",  # the scheduler's to say
@@ -121,8 +126,10 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_misspelt_is_ignored(name: str) -> None:
-    message = str(refusal({name: 1}))
-    assert message.startswith(f"{name} is not known. ") and NAMES[name] in message
+    error = refusal({name: 1})
+    shown = name if name.split() == [name] else f"'{name}'"
+    assert str(error).startswith(f"{shown} is not known. ") and NAMES[name] in str(error)
+    assert error.parameter == name
 
 
 def test_keys_that_are_no_text_are_refused() -> None:

@@ -64,8 +64,11 @@ def defaults(**keys: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         (defaults(acceptance="luck"), "must be one of"),
-        (defaults(seed_canvas=[1]), "diffusion_seed_canvas is not known"),
-        (defaults(stream_canvases=True), "diffusion_stream_canvases is not known"),
+        (
+            defaults(seed_canvas=[1]),
+            "seed_canvas under defaults of --additional-config is not known",
+        ),
+        (defaults(stream_canvases=True), "diffusion_stream_canvases under defaults of"),
         (defaults(max_steps=0), "diffusion_max_steps must be an integer >= 1 and"),
         (defaults(acceptance="in_order"), "'in_order' is not for this model"),
         (defaults(t_min=0.4), "come together"),
@@ -76,6 +79,7 @@ def defaults(**keys: Any) -> dict[str, Any]:
         ({"Vllm-Dllm": {}}, r"Did you mean vllm_dllm\?"),
         ({"windowrule": 1}, r"Did you mean window_rule\?"),
         ({"vllm_dllm": []}, "settings must be an object with the keys .* got "),
+        (ours(diffusion_max_steps=2), r'under defaults: .*"defaults": {"diffusion_max_steps": \.'),
         (ours(window_rul=1), r"window_rul is not known. Did you mean window_rule\?"),
         (ours(limits={"n": 0}), "limits.n must be an integer >= 1 and <= .*, got 0"),
         (ours(limits={"steps": 3}), "steps is not known. Known are: limits.bad_words, "),

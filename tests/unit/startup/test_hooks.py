@@ -63,8 +63,9 @@ def test_other_drafters_take_none_of_its_settings(
         completed(architecture, method, SETTINGS)
 
 
-def test_without_a_drafter_nothing_is_looked_at() -> None:
+def test_without_a_drafter_diffusion_models_alone_are_looked_at() -> None:
     config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_diffusion=False),
         speculative_config=None,
         additional_config=SETTINGS,
         scheduler_config=SimpleNamespace(scheduler_cls=None),
@@ -72,6 +73,9 @@ def test_without_a_drafter_nothing_is_looked_at() -> None:
     )
     hooks._set_drafter_classes(config)
     assert config.parallel_config.worker_cls == STOCK_GPU_WORKER
+    config.model_config.is_diffusion = True
+    with pytest.raises(ValueError, match=r"'drafter' .* a diffusion model, which has no drafter"):
+        hooks._set_drafter_classes(config)
 
 
 @pytest.mark.parametrize(
