@@ -56,15 +56,19 @@ def _check_arguments(arguments: EngineArgs) -> None:
 
 def _set_drafter_classes(config: VllmConfig) -> None:
     """Sets in `config`, in place, our scheduler for targets of a DFlash drafter, and on GPUs our
-    worker for targets of a DFlash or DFlash2 drafter, unless the user named others. Raises
-    ValueError for settings of a DFlash drafter where another one drafts. (Diffusion models set
-    their classes in `serving_config`.)"""
-    has_dflash = is_dflash(config.speculative_config)
+    worker for targets of a DFlash or DFlash2 drafter, unless the user named others. Model runner v1
+    and `enable_adaptive_verification` are left to vLLM's. Raises ValueError for settings of a
+    DFlash drafter where vLLM's own classes draft. (Diffusion models set theirs in
+    `serving_config`.)"""
+    speculative = config.speculative_config
+    is_adaptive = getattr(speculative, "enable_adaptive_verification", False)
+    may_draft = speculative is not None and config.use_v2_model_runner and not is_adaptive
+    has_dflash = may_draft and is_dflash(speculative)
     if not has_dflash:
         _check_no_drafter_settings(config)
     elif config.scheduler_config.scheduler_cls is None:
         config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
-    has_drafter_of_ours = has_dflash or is_dflash2(config.speculative_config)
+    has_drafter_of_ours = has_dflash or (may_draft and is_dflash2(speculative))
     if has_drafter_of_ours and config.parallel_config.worker_cls == STOCK_GPU_WORKER:
         config.parallel_config.worker_cls = DRAFT_WORKER
 

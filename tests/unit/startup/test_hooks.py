@@ -23,12 +23,19 @@ SETTINGS = {"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}
 
 
 def completed(
-    architecture: str | None, method: str = "dflash", additional_config: Any = None
+    architecture: str | None,
+    method: str = "dflash",
+    additional_config: Any = None,
+    is_v2: bool = True,
+    is_adaptive: bool = False,
 ) -> tuple[str | None, str]:
     """The scheduler and the worker; `architecture` None: the method has no drafter."""
     drafter = None if architecture is None else SimpleNamespace(architectures=[architecture])
     config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(method=method, draft_model_config=drafter),
+        speculative_config=SimpleNamespace(
+            method=method, draft_model_config=drafter, enable_adaptive_verification=is_adaptive
+        ),
+        use_v2_model_runner=is_v2,
         additional_config=additional_config or {},
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         parallel_config=SimpleNamespace(worker_cls=STOCK_GPU_WORKER),
@@ -45,6 +52,16 @@ def test_dflash_gets_our_scheduler_and_worker() -> None:
 
 def test_dflash2_gets_our_worker_and_vllms_scheduler() -> None:
     assert completed("DFlash2DraftModel") == (None, DRAFT_WORKER)
+
+
+@pytest.mark.parametrize("left", [{"is_v2": False}, {"is_adaptive": True}], ids=str)
+def test_what_our_classes_do_not_know_is_left_to_vllm(left: dict[str, bool]) -> None:
+    """Runner v1 has none of what our worker replaces, and vLLM's adaptive widths are read by rows
+    of the whole batch."""
+    for architecture in ("DFlashDraftModel", "DFlash2DraftModel"):
+        assert completed(architecture, **left) == (None, STOCK_GPU_WORKER)
+    with pytest.raises(ValueError, match="which drafts as vLLM does"):
+        completed("DFlashDraftModel", additional_config=SETTINGS, **left)
 
 
 @pytest.mark.parametrize(
