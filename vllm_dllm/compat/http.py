@@ -86,12 +86,12 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 def check_bodies(
     check: Callable[..., None],
     check_without_xargs: Callable[[dict[str, Any]], None],
-    check_text: Callable[[Any], None],
+    check_text: Callable[[bytes, Any], None],
     complain: Callable[[str, Any], Exception],
 ) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
     request to a diffusion model before vLLM parses it, or `check_without_xargs(body)` on
-    `ROUTES_WITHOUT_XARGS`, after `check_text(body)`, which sees bodies of all routes. They may
+    `ROUTES_WITHOUT_XARGS`, after `check_text(raw, body)`, which sees bodies of all routes. They may
     change the body, or raise vLLM's errors of clients. Repeatable; does nothing in a process that
     is no server.
 
@@ -115,7 +115,7 @@ def check_bodies(
             count_http_request()
         body = await raw_request.json()  # the same object that the route's parameter is made of
         try:
-            check_text(body)
+            check_text(await raw_request.body(), body)
             if path in ROUTES_WITHOUT_XARGS and isinstance(body, dict):
                 check_without_xargs(body)
             elif path in ROUTES and isinstance(body, dict):

@@ -25,6 +25,8 @@ _CONTENT_NAMES = frozenset(
 )
 """Fields with a user's own content, or a standard's names that are also ours. Names inside of them
 are not checked."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Half of a surrogate pair in JSON, or one of both halves."""
 _COMMON_NAMES = {"defaults", "limits", "logprobs", "prediction"}
 """Names of our settings and keys that other software uses as well. Outside of vllm_xargs they are
 not taken for misplaced keys."""
@@ -88,9 +90,11 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         )
 
 
-def check_text(body: Any) -> None:
+def check_text(raw: bytes, body: Any) -> None:
     """Raises VLLMValidationError if a text in the body of a request has half of a surrogate pair,
-    which JSON can write but no tokenizer can read."""
+    which JSON can write but no tokenizer can read. `raw`: what `body` was parsed from."""
+    if not _SURROGATE.search(raw):
+        return
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -159,12 +159,18 @@ WITHOUT_XARGS: dict[str, dict[str, Any]] = {
 
 
 def test_half_of_a_character_is_refused() -> None:
-    check_text(chat(name="😀"))
     half = "😀\ud83d"
-    for wrong in ({"stop": [half]}, {"name": {"a": half}}, {"name": {half: 1}}):
-        with pytest.raises(VLLMValidationError, match=r"must be valid Unicode.*😀\\ud83d") as error:
-            check_text(chat(**wrong))
-        str(error.value).encode()  # the answer can be sent
+    for is_ascii in (True, False):  # as clients write what is not
+
+        def check(body: dict[str, Any], is_ascii: bool = is_ascii) -> None:
+            raw = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+            check_text(raw, json.loads(raw))
+
+        check(chat(name="😀"))
+        for wrong in ({"stop": [half]}, {"name": {"a": half}}, {"name": {half: 1}}):
+            with pytest.raises(VLLMValidationError, match=r"valid Unicode.*😀\\ud83d") as error:
+                check(chat(**wrong))
+            str(error.value).encode()  # the answer can be sent
 
 
 @pytest.mark.parametrize("case", WITHOUT_XARGS)
