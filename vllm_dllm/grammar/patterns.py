@@ -3,8 +3,8 @@ regular expressions of Lark.
 
 llguidance 1.7.6 lets `\\` and `\"` match any class that has all control characters, even if it
 excludes backslashes and quotation marks: `"a\\b"` fits `^[^\\]*$`. A class that lacks a control
-character means what it says, so NUL is excluded from each. llguidance's formats of times allow what
-Python's readers do not, so a pattern is added to them (`FORMATS`).
+character means what it says, so NUL is excluded from each. llguidance's formats of times and email
+addresses allow what Python's readers do not, so a pattern is added to them (`FORMATS`).
 """
 
 import re
@@ -22,24 +22,28 @@ FORMATS = {
     r"|02-(0[1-9]|1[0-9]|2[0-8]))|[0-9]{2}(0[48]|[2468][048]|[13579][26])-02-29",
     "time": rf"{_HOUR_MINUTE}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOUR_MINUTE})",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": r"[A-Za-z0-9_.+-]*[A-Za-z0-9_+-]@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+",
+    "email": r"[A-Za-z0-9_.+-]{0,63}[A-Za-z0-9_+-]@([A-Za-z0-9-]{1,63}\.)+[A-Za-z0-9-]{0,62}"
+    "[A-Za-z]",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
 FORMATS["date-time"] = f"({FORMATS['date']})T{FORMATS['time']}"
 """Format of JSON schema -> regular expression of the whole text. Python reads what it allows: by
-`fromisoformat` of dates and times, by `uuid` and by `ipaddress`. llguidance's own formats also
-allow the year 0, leap seconds, any 29 February, and a small `t` and `z`.
+`fromisoformat` of dates and times, by `uuid`, by `ipaddress` and, of email addresses, by pydantic.
+llguidance's own formats also allow the year 0, leap seconds, any 29 February, a small `t` and `z`,
+and hosts of email that are an IP address or have no dot. Which dots and hyphens an email may have
+is left to these: `grammar.completion` finds no end of a pattern that writes it out.
 """
 
-_TIMES = ("date", "time", "date-time")
+_NARROWED = ("date", "time", "date-time", "email")
+"""Formats for which llguidance allows more than `FORMATS`."""
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 """Keys whose values are no schemas."""
 _NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def mend_patterns(schema: Any) -> Any:
-    """Returns a copy of a JSON schema for llguidance. Its patterns and its formats of times are
-    changed so that llguidance reads them as JSON schema means them."""
+    """Returns a copy of a JSON schema for llguidance. Its patterns and the formats in
+    `_NARROWED` are changed so that llguidance reads them as JSON schema means them."""
     if isinstance(schema, list):
         return [mend_patterns(entry) for entry in schema]
     if not isinstance(schema, dict) or schema.get("type") == "gemma4_calls":
@@ -53,7 +57,7 @@ def mend_patterns(schema: Any) -> Any:
             mended[key] = {mend(name): mend_patterns(of) for name, of in value.items()}
         else:
             mended[key] = value if key in _VALUE_KEYS else mend_patterns(value)
-    if (name := mended.get("format")) in _TIMES:
+    if (name := mended.get("format")) in _NARROWED:
         others = mended.get("allOf")
         others = others if isinstance(others, list) else []
         mended["allOf"] = [*others, {"pattern": f"^({FORMATS[name]})$"}]

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import numpy as np
 import pytest
+from pydantic import EmailStr, TypeAdapter
 
 from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
 from vllm_dllm.grammar.completion import find_shortest_completion
@@ -77,11 +78,13 @@ READERS: dict[str, Callable[[str], object]] = {
     "uuid": UUID,
     "ipv4": IPv4Address,
     "ipv6": IPv6Address,
+    "email": TypeAdapter(EmailStr).validate_python,
 }
 NOT_READ = {
     "date": ("0000-01-01", "2021-02-29"),
     "time": ("23:59:60Z", "00:00:00z"),
     "date-time": ("0000-01-01T00:00:00Z", "2020-01-01t00:00:00Z"),
+    "email": ("x@x", "Vera@[0.1.2.33]", "a@b.1", "a..b@c.de", f"{'a' * 65}@b.cd"),
 }
 
 
