@@ -137,6 +137,10 @@ class DFlashHooks(FiniteStatesSpeculator):
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[rows],
         )
         self.block_tables.gather_block_tables(last_tokens.idx_mapping, num_reqs_padded=num_reqs)
+        if (watermarker := getattr(self, "draft_watermarker", None)) is not None:  # vLLM 0.33
+            # By row of the whole batch. Rows only move forwards.
+            for column in (watermarker.state.contexts, watermarker.state.enabled):
+                column[:num_reqs] = column[chosen]
         return super().propose(
             last_tokens,
             attn_metadata,

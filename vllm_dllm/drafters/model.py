@@ -18,9 +18,11 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Loads the weights. Raises ValueError if a weight is missing that the target does not
         share."""
+        renamed = self.model.hf_to_vllm_mapper  # by parts of names, since vLLM 0.33 by patterns
         names = WeightsMapper(
             orig_to_new_prefix={"": "model."},
-            orig_to_new_substr=self.model.hf_to_vllm_mapper.orig_to_new_substr,
+            orig_to_new_substr=renamed.orig_to_new_substr,
+            orig_to_new_regex=renamed.orig_to_new_regex,
         )
         shared = ("lm_head.", "model.embed_tokens.", "model.mask_embedding", "draft_id_to_")
         complete = CompleteWeights(self, self.packed_modules_mapping, names, optional=shared)

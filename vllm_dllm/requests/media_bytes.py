@@ -48,8 +48,11 @@ class CarefulImageIO(ImageMediaIO):
 
     @classmethod
     def with_options_of(cls, media_io: ImageMediaIO) -> "CarefulImageIO":
-        """Returns a new reader with the options of one of vLLM's readers."""
-        return cls(media_io.image_mode, **media_io.kwargs)
+        """Returns a new reader with the options of one of vLLM's readers and, since vLLM 0.33, with
+        the budget of decoded bytes that the readers of a request share."""
+        made = cls(media_io.image_mode, **media_io.kwargs)
+        made.decoded_budget = getattr(media_io, "decoded_budget", None)
+        return made
 
     def get_max_bytes(self) -> int:
         """Returns the most bytes that vLLM may fetch for an image."""

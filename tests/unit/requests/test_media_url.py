@@ -4,6 +4,7 @@ everything else is refused in words, undecoded. Both ways of a server give the s
 import asyncio
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,12 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from tests.pictures import data_url, encoded, grey_frames, png_header, write_video
 from vllm_dllm.requests import media
 from vllm_dllm.requests.media import check_image_size
-from vllm_dllm.requests.media_bytes import CONNECTOR, MAX_PIXELS
+from vllm_dllm.requests.media_bytes import (
+    CONNECTOR,
+    MAX_PIXELS,
+    CarefulImageIO,
+    CarefulVideoIO,
+)
 
 PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
 
@@ -162,3 +168,12 @@ def test_sizes_that_become_whole_tokens_where_nothing_is_scaled(
     complaint = f"got {size[0]} x {size[1]}"
     with nullcontext() if fits else pytest.raises(VLLMValidationError, match=complaint):
         check_image_size(*size, unit=8, max_tokens=70)
+
+
+def test_a_request_s_budget_of_decoded_bytes_is_kept() -> None:
+    """vLLM's readers have had it since 0.33, where decoding charges it."""
+    budget = object()
+    image_io = SimpleNamespace(image_mode="RGB", kwargs={}, decoded_budget=budget)
+    loader = SimpleNamespace(image_io=image_io, num_frames=2, kwargs={}, video_loader=None)
+    assert CarefulImageIO.with_options_of(image_io).decoded_budget is budget
+    assert CarefulVideoIO.with_options_of(loader).image_io.decoded_budget is budget

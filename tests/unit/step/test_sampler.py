@@ -1,10 +1,16 @@
 """What the runner gets of a step: a column of each request, whether it has a canvas or not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu_worker import Worker
 
 from tests.unit.step.worker import C, GetWorker, noise, params, sure
 from vllm_dllm.step.masked.masked_step import MaskedStep
+from vllm_dllm.step.runner.sampler import DiffusionSampler
+from vllm_dllm.step.runner.worker import CanvasWorker
 
 BLOCK = [21, 22, 23, 24]
 
@@ -84,3 +90,22 @@ def test_it_takes_the_place_of_vllms_sampler(worker: GetWorker) -> None:
     assert one.sampler.joins_commits
     assert one.sampler.penalties_state.output_bin_counts is None
     assert one.sampler.req_states is one.req_states
+
+
+def test_memory_is_measured_with_plain_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 adds a request to each slot that asks for everything, and leaves it there."""
+    sampler = object.__new__(DiffusionSampler)
+    added: list[SamplingParams] = []
+    requests = SimpleNamespace(add_request=lambda slot, params: added.append(params))
+    sampler.step, sampler._replacement = SimpleNamespace(requests=requests), None
+
+    def measure(worker: CanvasWorker) -> int:
+        sampler.add_request(0, SamplingParams.for_sampler_warmup())
+        return 7
+
+    monkeypatch.setattr(Worker, "determine_available_memory", measure)
+    worker = object.__new__(CanvasWorker)
+    state = SimpleNamespace(drop_graphs=lambda: None)
+    worker.model_runner = SimpleNamespace(sampler=sampler, model_state=state)
+    assert worker.determine_available_memory() == 7
+    assert added == [SamplingParams()]

@@ -63,8 +63,10 @@ class CanvasWorker(Worker):
 
     def determine_available_memory(self) -> int:
         """Returns the bytes that are free for the KV cache. Drops the step's graphs, which vLLM
-        captured to measure their memory."""
-        available: int = super().determine_available_memory()
+        captured to measure their memory. vLLM 0.33 also adds a request with every option to each
+        slot, and leaves it there: such a one would hold 2.5 MiB of a large vocabulary."""
+        with self.model_runner.sampler.replace_params(SamplingParams()):
+            available: int = super().determine_available_memory()
         self.model_runner.model_state.drop_graphs()  # vLLM has captured to see how much they take
         return available
 

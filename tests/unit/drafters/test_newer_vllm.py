@@ -1,0 +1,82 @@
+"""What vLLM has since 0.33, and 0.32 lacks: stand-ins for it."""
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
+
+from vllm_dllm.compat.dflash import FiniteStatesSpeculator
+from vllm_dllm.drafters import model
+from vllm_dllm.drafters.dflash import WidthDFlashSpeculator
+
+
+@pytest.mark.parametrize(
+    "renames",
+    [
+        {"orig_to_new_substr": {"midlayer": "layers.0"}},
+        {"orig_to_new_regex": {re.compile("midlayer"): "layers.0"}},
+    ],
+    ids=["0.32", "0.33"],
+)
+def test_weights_are_counted_by_the_names_that_vllm_gives_them(
+    monkeypatch: pytest.MonkeyPatch, renames: dict[str, Any]
+) -> None:
+    mappers: list[WeightsMapper] = []
+
+    def complete_weights(_: Any, packed: Any, names: WeightsMapper, optional: Any) -> Any:
+        mappers.append(names)
+        return SimpleNamespace(count=iter, check_complete=lambda: None)
+
+    monkeypatch.setattr(model, "CompleteWeights", complete_weights)
+    monkeypatch.setattr(DFlashQwen3ForCausalLM, "load_weights", lambda *_: None)
+    drafter = model.CompleteDrafter.__new__(model.CompleteDrafter)
+    torch.nn.Module.__init__(drafter)
+    drafter.model = torch.nn.Module()
+    drafter.model.hf_to_vllm_mapper = WeightsMapper(**renames)
+    drafter.load_weights(())
+    assert mappers[0].map_name("midlayer.mlp") == "model.layers.0.mlp"
+
+
+@dataclass
+class Batch:
+    """Three requests with a token each, as vLLM describes a step."""
+
+    req_ids: Any = ("a", "b", "c")
+    num_reqs: int = 3
+    num_tokens: int = 3
+    idx_mapping: Any = None
+    idx_mapping_np: Any = None
+    num_scheduled_tokens: Any = None
+    query_start_loc: Any = None
+    positions: Any = None
+    seq_lens_cpu_upper_bound: Any = None
+
+
+def test_watermarks_follow_the_requests_that_are_drafted_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = torch.arange(3)
+    batch = Batch(
+        idx_mapping=numbers,
+        idx_mapping_np=numbers.numpy(),
+        query_start_loc=torch.arange(4),
+        positions=numbers,
+        seq_lens_cpu_upper_bound=numbers,
+    )
+    state = SimpleNamespace(contexts=numbers[:, None] + 7, enabled=torch.tensor([1, 0, 1]) == 1)
+    speculator = object.__new__(WidthDFlashSpeculator)
+    speculator.device = torch.device("cpu")
+    speculator.draft_watermarker = SimpleNamespace(state=state)
+    speculator.block_tables = SimpleNamespace(gather_block_tables=lambda *_, **__: None)
+    monkeypatch.setattr(FiniteStatesSpeculator, "propose", lambda self, *_: "drafts")
+    rows, rejected = np.array([0, 2]), torch.zeros(3, dtype=torch.int32)
+    states = torch.zeros(3, 4)
+    found = speculator.propose_for_requests(rows, batch, {}, {}, states, None, rejected, rejected)
+    assert found == "drafts"
+    assert state.contexts[:2, 0].tolist() == [7, 9] and state.enabled[:2].tolist() == [True, True]
