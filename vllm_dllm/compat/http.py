@@ -86,14 +86,14 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 def check_bodies(
     check: Callable[..., None],
     check_without_xargs: Callable[[dict[str, Any]], None],
-    check_text: Callable[[bytes, Any], None],
+    check_text: Callable[[bytes], None],
     complain: Callable[[str, Any], Exception],
 ) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
     request to a diffusion model before vLLM parses it, or `check_without_xargs(body)` on
-    `ROUTES_WITHOUT_XARGS`, after `check_text(raw, body)`, which sees bodies of all routes. They may
-    change the body, or raise vLLM's errors of clients. Repeatable; does nothing in a process that
-    is no server.
+    `ROUTES_WITHOUT_XARGS`. Before them `check_text(raw)` sees the bytes of the bodies of all
+    routes. They may change the body, or raise vLLM's errors of clients. Repeatable; does nothing in
+    a process that is no server.
 
     vLLM's own checks of a body come before those of its types: a number where they expect an object
     ends in HTTP 500. The error that `complain(parameter, value)` returns is answered instead.
@@ -111,14 +111,17 @@ def check_bodies(
         state, path = raw_request.app.state, raw_request.scope["route"].path
         if not state.vllm_config.model_config.is_diffusion:
             return
-        if path in ROUTES | ROUTES_WITHOUT_XARGS:
-            count_http_request()
-        body = await raw_request.json()  # the same object that the route's parameter is made of
         try:
-            check_text(await raw_request.body(), body)
-            if path in ROUTES_WITHOUT_XARGS and isinstance(body, dict):
+            check_text(await raw_request.body())
+            if path not in ROUTES | ROUTES_WITHOUT_XARGS:
+                return
+            count_http_request()
+            # The same object that the route's parameter is made of.
+            if not isinstance(body := await raw_request.json(), dict):
+                return
+            if path in ROUTES_WITHOUT_XARGS:
                 check_without_xargs(body)
-            elif path in ROUTES and isinstance(body, dict):
+            else:
                 renderer = state.online_renderer
                 parser = renderer.parser and renderer.parser.tool_parser_cls
                 check(

@@ -1,6 +1,7 @@
 """Refuses HTTP requests that ask for what a diffusion model cannot do, or have a key in the wrong
 place. vLLM would answer them with 200 and ignore the key."""
 
+import contextlib
 import json
 import re
 import reprlib
@@ -90,11 +91,14 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         )
 
 
-def check_text(raw: bytes, body: Any) -> None:
-    """Raises VLLMValidationError if a text in the body of a request has half of a surrogate pair,
-    which JSON can write but no tokenizer can read. `raw`: what `body` was parsed from."""
-    if not _SURROGATE.search(raw):
-        return
+def check_text(raw: bytes) -> None:
+    """Raises VLLMValidationError if a text in the JSON `raw`, a request's body, has half of a
+    surrogate pair, which JSON can write but no tokenizer can read. Leaves what is not JSON to the
+    route."""
+    body = None
+    if _SURROGATE.search(raw):
+        with contextlib.suppress(ValueError):
+            body = json.loads(raw)
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
