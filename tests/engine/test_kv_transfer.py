@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.config.kv_transfer import KVRole
 
 from tests.engine.conftest import HELD_OUT, TRAINED, GetEngine
+from tests.engine.one_step import random_ids
 
 BLOCK = 32  # tokens of the KV cache
 
@@ -37,3 +39,28 @@ def test_the_answers_are_those_of_one_engine(engine: GetEngine, tmp_path: Path) 
     alone, _ = answers(None, max_tokens=64)
     assert found == alone
     assert min(read) >= BLOCK and not any(count % BLOCK for count in read)
+
+
+def test_as_many_blocks_are_offered_as_the_prompt_has(
+    engine: GetEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connectors that pair the last blocks of two engines would else be off by one."""
+    options = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_producer",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    served = engine(
+        TRAINED, enable_prefix_caching=False, block_size=BLOCK, kv_transfer_config=options
+    )
+    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    stock, computed = scheduler._connector_finished, []
+
+    def finished(request: Any) -> Any:
+        computed.append(request.num_computed_tokens)
+        return stock(request)
+
+    monkeypatch.setattr(scheduler, "_connector_finished", finished)
+    prompts = [{"prompt_token_ids": random_ids(n, 512, n)} for n in (2 * BLOCK, 3 * BLOCK - 1)]
+    served.llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert sorted(computed) == [2 * BLOCK, 3 * BLOCK - 1]

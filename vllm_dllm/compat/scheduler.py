@@ -187,6 +187,10 @@ class SchedulerHooks(Scheduler):
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if stopped:
             self.request_stopped(request, block_length, len(kept))
+            if self.connector is not None and not request.resumable:
+                # As vLLM has it: connectors pair the blocks of two engines by this number.
+                most = request.num_tokens - 1
+                request.num_computed_tokens = min(request.num_computed_tokens, most)
             if request.status == RequestStatus.FINISHED_STOPPED and self.is_cut(request):
                 request.status, request.stop_reason = RequestStatus.FINISHED_LENGTH_CAPPED, None
                 kept = kept[:-1]

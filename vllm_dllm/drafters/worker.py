@@ -10,6 +10,7 @@ from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
 from vllm_dllm.compat.rejection_sampler import score_named_tokens
 from vllm_dllm.compat.runner import refuse_vocabulary_adapters
 from vllm_dllm.config.workers import SPECULATORS
+from vllm_dllm.quantization.complete_weights import weights_in_parts
 
 
 class DraftWorker(Worker):
@@ -27,6 +28,11 @@ class DraftWorker(Worker):
         super().load_model(**kwargs)
         restrict_prompt_logprobs(self.model_runner)
         score_named_tokens(self.model_runner)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Loads weights of a trainer, which come in parts."""
+        with weights_in_parts():
+            super().update_weights(*args, **kwargs)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Passes the draft widths to the speculator, and runs the step."""

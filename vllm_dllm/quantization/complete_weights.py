@@ -7,6 +7,8 @@ that no half-loaded model is served.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -20,6 +22,25 @@ _SAVED = {"weight", "weight_packed", "weight_scale", "bias"}
 """Kinds of tensors that checkpoints hold of a layer that may be quantised. Other parameters of such
 a layer are not required, since they may have been made for a kernel. But a kind that one part of a
 joined layer has, all its parts must have."""
+
+
+_come_in_parts: ContextVar[bool] = ContextVar("weights come in parts", default=False)
+
+
+@contextmanager
+def weights_in_parts() -> Iterator[None]:
+    """Lets `load_weights` of our models take less than a checkpoint, as long as the context is
+    open: a trainer sends weights one by one, or a buffer at a time."""
+    token = _come_in_parts.set(True)
+    try:
+        yield
+    finally:
+        _come_in_parts.reset(token)
+
+
+def must_be_complete() -> bool:
+    """Returns whether weights that are missing are an error."""
+    return not _come_in_parts.get()
 
 
 class CompleteWeights:
@@ -57,6 +78,8 @@ class CompleteWeights:
     def check_complete(self, loaded: Iterable[str] = ()) -> None:
         """Raises ValueError, with their names in the checkpoint, if tensors are missing. `loaded`:
         parameters that were loaded from tensors of other names."""
+        if not must_be_complete():
+            return
         known = set(loaded)
         missing = [
             f"{layer}.{kind}"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import SchedulerConfig, VllmConfig
 
 from vllm_dllm.config.architectures import family_of
@@ -15,8 +16,14 @@ from vllm_dllm.requests.options import KEYS, PREFIX
 
 
 def check_use(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for embeddings and classes, which no diffusion model is trained for, and
-    for pipeline parallelism, where one stage alone knows what is committed."""
+    """Raises ValueError for embeddings and classes, which no diffusion model is trained for, for
+    pipeline parallelism, where one stage alone knows what is committed, and for vLLM's API server
+    in Rust, which runs none of our checks."""
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ValueError(
+            "VLLM_USE_RUST_FRONTEND is not possible with a diffusion model: its requests are "
+            "checked in Python. Unset it."
+        )
     if (runner := vllm_config.model_config.runner_type) == "pooling":
         raise ValueError(
             f"runner must be generate for a diffusion model, got {runner}. Leave --runner and "

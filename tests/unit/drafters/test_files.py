@@ -22,6 +22,7 @@ from vllm_dllm.drafters.layout import (
     extend_positions,
 )
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
+from vllm_dllm.quantization.complete_weights import weights_in_parts
 
 Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
 
@@ -62,6 +63,9 @@ def test_a_missing_tensor_is_named(
             left = {key: weight for key, weight in weights.items() if key != name}
             with pytest.raises(ValueError, match=re.escape(f"no weights for {name}. Check")):
                 model.load_weights(left.items())
+    with weights_in_parts():
+        for part in weights.items():
+            model.load_weights([part])
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
-"""What drafters do on ranks of pipeline and data parallelism."""
+"""What drafters do on ranks of pipeline and data parallelism, and GPU workers with a trainer's
+weights."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat.dflash import DFlashHooks
 from vllm_dllm.compat.drafting import send_widths_to_speculator
 from vllm_dllm.drafters.dflash import WidthDFlashSpeculator
+from vllm_dllm.drafters.worker import DraftWorker
+from vllm_dllm.quantization.complete_weights import must_be_complete
+from vllm_dllm.step.runner.worker import CanvasWorker
 
 
 def test_only_the_last_stage_has_a_speculator() -> None:
@@ -31,3 +36,13 @@ def test_widths_are_predicted_under_data_parallelism(monkeypatch: pytest.MonkeyP
         found = speculator.propose("batch", {}, {}, "states", None, None, dummy_run=dummy_run)
         assert found == "drafts"
     assert asked == [("batch", "states")]
+
+
+@pytest.mark.parametrize("worker", [CanvasWorker, DraftWorker])
+def test_a_trainers_weights_come_in_parts(
+    monkeypatch: pytest.MonkeyPatch, worker: type[Worker]
+) -> None:
+    complete = []
+    monkeypatch.setattr(Worker, "update_weights", lambda *_: complete.append(must_be_complete()))
+    worker.update_weights(object.__new__(worker), {"names": []})
+    assert complete == [False] and must_be_complete()

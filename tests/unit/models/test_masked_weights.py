@@ -14,6 +14,7 @@ from tests.engine.masked import CONFIGS, build, published_weights
 from tests.unit.models.building import build_any
 from vllm_dllm import plugin
 from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.quantization.complete_weights import weights_in_parts
 
 ARCHITECTURES = sorted(FAMILIES)
 _IS_TRIED = re.compile(r"(?!.*layers\.2|.*experts\.(?!5\.))").match
@@ -49,6 +50,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
             ValueError, match=re.escape(f"no weights for {name}. Check that its files")
         ):
             served.load_weights(iter(left.items()))
+    with weights_in_parts():
+        for part in weights.items():
+            served.load_weights(iter([part]))
 
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {

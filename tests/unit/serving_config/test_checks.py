@@ -11,7 +11,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.serving_config.conftest import Configure
 from vllm_dllm import plugin, serving_config
 from vllm_dllm.scheduling import scheduler
-from vllm_dllm.serving_config import images
+from vllm_dllm.serving_config import checks, images
 
 
 def test_a_scheduler_of_the_users_knows_canvases(configure: Configure) -> None:
@@ -132,6 +132,16 @@ def test_no_embeddings(configure: Configure, masked: Configure, option: dict[str
     for create in (configure, masked):
         with pytest.raises(ValueError, match="runner must be generate for a diffusion model, got"):
             create(**option)
+
+
+def test_the_server_in_rust_is_refused(
+    configure: Configure, masked: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts in the place of vLLM's own, and our checks are in that one."""
+    monkeypatch.setattr(checks.envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
+    for create in (configure, masked):
+        with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND is not possible"):
+            create()
 
 
 def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:

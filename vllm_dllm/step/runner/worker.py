@@ -22,6 +22,7 @@ from vllm_dllm.compat.runner import (
 )
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
 from vllm_dllm.parents import end_with_parent
+from vllm_dllm.quantization.complete_weights import weights_in_parts
 from vllm_dllm.step.runner.kernel_choice import choose_kernels
 
 logger = init_logger(__name__)
@@ -96,6 +97,11 @@ class CanvasWorker(Worker):
         done = super().compile_or_warm_up_model()
         leave_signals_to_engine()
         return done
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Loads weights of a trainer, which come in parts."""
+        with weights_in_parts():
+            super().update_weights(*args, **kwargs)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Executes the model, with finished blocks committed beside their successors."""
