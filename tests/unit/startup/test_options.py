@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_dllm.startup import options
