@@ -41,8 +41,13 @@ def test_the_answers_are_those_of_one_engine(engine: GetEngine, tmp_path: Path) 
     assert min(read) >= BLOCK and not any(count % BLOCK for count in read)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 def test_as_many_blocks_are_offered_as_the_prompt_has(
-    engine: GetEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: GetEngine,
+    asynchronous: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
 ) -> None:
     """Connectors that pair the last blocks of two engines would else be off by one."""
     options = KVTransferConfig(
@@ -51,7 +56,11 @@ def test_as_many_blocks_are_offered_as_the_prompt_has(
         kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
     )
     served = engine(
-        TRAINED, enable_prefix_caching=False, block_size=BLOCK, kv_transfer_config=options
+        TRAINED,
+        enable_prefix_caching=False,
+        block_size=BLOCK,
+        async_scheduling=ahead,
+        kv_transfer_config=options,
     )
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
     stock, computed = scheduler._connector_finished, []

@@ -266,9 +266,18 @@ def test_a_request_starts_when_its_canvas_has_room_too(
     assert preemptions(served) - before <= 3
 
 
-def test_a_context_that_is_fitted_to_memory_ends_answers(engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_context_that_is_fitted_to_memory_ends_answers(
+    engine: Callable[..., Engine], asynchronous: None, ahead: bool
+) -> None:
     """vLLM lowers `--max-model-len auto` after the model is loaded."""
-    served = engine(TRAINED, settings=FITTED, max_model_len=-1, kv_cache_memory_bytes=1 << 20)
+    served = engine(
+        TRAINED,
+        settings=FITTED,
+        async_scheduling=ahead,
+        max_model_len=-1,
+        kv_cache_memory_bytes=1 << 20,
+    )
     core = served.llm.llm_engine
     longest = core.model_config.max_model_len
     assert longest < 4096, "memory is short"
