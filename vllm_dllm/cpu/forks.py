@@ -51,9 +51,10 @@ def _fork_context(config: VllmConfig) -> engine_processes.Context | None:
 
 def compute_on_chosen_cores() -> None:
     """Binds a forked worker to its cores, before it computes. Else does nothing. Raises ValueError
-    if the user named cores that there are not."""
+    if the user named cores that it may not use."""
     if fork_server.is_forked() and (chosen := engine_processes.worker_cores()):
         there = os.sched_getaffinity(0)
+        # Linux leaves out cores that do not exist, and raises if none is left.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, chosen)
         if os.sched_getaffinity(0) != set(chosen):

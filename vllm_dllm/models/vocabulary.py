@@ -119,7 +119,7 @@ class Vocabulary:
             maxima, weights = self.gather_shards((maximum[:, None], weight[:, None]))
             top = maxima.amax(dim=1)
             weight = (weights * (maxima - top[:, None]).exp()).sum(dim=1)
-            # Without a column for the weight: FlashInfer's sum takes widths of 16 bytes alone.
+            # The weight is no column of it: FlashInfer only adds rows of whole 16 bytes.
             total = group.all_reduce(total * (maximum - top).exp()[:, None])
         soft = total / weight[:, None]
         return soft.to(self.model.embed_tokens.weight.dtype) * self.model.normalizer
