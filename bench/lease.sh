@@ -9,7 +9,7 @@
 #                                      goes on following, or starts what is not done yet
 #   bench/lease.sh --rehearse          every stage on a CPU, with small shapes
 #
-# The host has x86-64, Python 3.12, PyTorch 2.11 or later for CUDA, its Triton, transformers and pytest. Two
+# The host has x86-64, Python 3.12, PyTorch 2.11 or later for CUDA, its Triton and torchvision, transformers and pytest. Two
 # engines of the 26B shape in bf16 side by side take 115 GB of GPU memory; in FP8 72. Where there is less, --only.
 set -eu
 cd "$(dirname "$0")/.."

@@ -2,9 +2,10 @@
 
     bench/lease.sh --pack OUT        # here: a quarter of an hour, 600 MB of downloads
 
-The host has x86-64, Python 3.12, PyTorch 2.11 or later for CUDA, its Triton, transformers 5, numpy,
-pytest. vLLM 0.32.0 is built for PyTorch 2.13, but the libraries that are kept use the stable ABI
-alone. The CuTe DSL, FlashAttention-4's compiler, is NVIDIA's: carry it, never publish it.
+The host has x86-64, Python 3.12, PyTorch 2.11 or later for CUDA, its Triton and torchvision,
+transformers 5, numpy, pytest. vLLM 0.33.0 is built for PyTorch 2.14, but the libraries that are
+kept use the stable ABI alone. The CuTe DSL, FlashAttention-4's compiler, is NVIDIA's: carry it,
+never publish it.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from bench.harness import ROOT
 from bench.lease.repack import repack
 
-VLLM = "vllm==0.32.0"
+VLLM = "vllm==0.33.0"
 DSL = [
     f"nvidia-cutlass-dsl{part}==4.8.0" for part in ("", "-libs-base", "-libs-core", "-libs-cu13")
 ]
