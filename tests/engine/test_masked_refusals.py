@@ -81,10 +81,12 @@ def test_refused_servers(made: GetMade, family: str, options: dict[str, Any], er
     ("family", "key", "value"),
     [
         (SDAR, "use_sliding_window", True),
+        (SDAR, "use_regular_causal", True),  # I-DLM
         (LLADA2, "use_sliding_window", True),
         (LLADA2, "score_function", "softmax"),
         (LLADA2, "norm_head", True),
         (LLADA2, "image_token_offset", 512),
+        (NEMOTRON, "dlm_type", "dream"),
     ],
 )
 def test_refused_variants(made: GetMade, family: str, key: str, value: Any) -> None:

@@ -58,9 +58,11 @@ class Family:
 
 
 _NO_WINDOWS = {"use_sliding_window": False}
+# I-DLM names SDAR's architecture, too, but its rows are causal and predict the next token.
+_SDAR = {**_NO_WINDOWS, "use_regular_causal": False}
 FAMILIES = {
-    "SDARForCausalLM": Family("masked", "SDARConfig", threshold=0.85, fixed=_NO_WINDOWS),
-    "SDARMoeForCausalLM": Family("masked", "SDARMoeConfig", threshold=0.85, fixed=_NO_WINDOWS),
+    "SDARForCausalLM": Family("masked", "SDARConfig", threshold=0.85, fixed=_SDAR),
+    "SDARMoeForCausalLM": Family("masked", "SDARMoeConfig", threshold=0.85, fixed=_SDAR),
     "LLaDA2MoeModelLM": Family(
         "llada2",
         "LLaDA2MoeConfig",
@@ -78,7 +80,8 @@ FAMILIES = {
         "NemotronLabsDiffusionConfig",
         threshold=0.9,
         is_causal=True,
-        fixed={"dlm_paradigm": "bidirectional"},
+        # Rows of the type "dream" predict the next token in a canvas, too.
+        fixed={"dlm_paradigm": "bidirectional", "dlm_type": "llada"},
     ),
     "Fast_dLLM_QwenForCausalLM": Family(
         "masked",

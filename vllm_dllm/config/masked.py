@@ -1,6 +1,8 @@
 """What a masked model's checkpoint says about its blocks, read and checked once at start-up."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -99,6 +101,28 @@ class MaskedConfig:
                 "--block-size must be a multiple of the model's block of "
                 f"{self.block_length} tokens ({self.family.block_key} in config.json), got {page}: "
                 "a cached page holds whole blocks. Pass another one or leave it out."
+            )
+
+    def warn_of_length(self, own_length: int, model: str) -> None:
+        """Logs a warning if blocks have another length than `model` was trained with: the one at
+        the end of its name, such as SDAR-8B-Chat-b32, which its config.json may not have. Other
+        names do not say it, and blocks no longer than `own_length`, the checkpoint's, are right."""
+        served, key = self.block_length, self.family.block_key
+        if named := re.search(r"-b(\d+)$", Path(model).name):
+            if served != (length := int(named[1])):
+                logger.warning(
+                    "The name of %s says blocks of %d tokens, and blocks of %d are served (%s in "
+                    "config.json, or its default). A model answers worse in blocks of another "
+                    "length than it was trained with: --hf-overrides '{\"%s\": %d}' sets it.",
+                    *(model, length, served, key, key, length),
+                )
+        elif served > own_length:
+            # Not refused: the published loops take any length as an argument.
+            logger.warning(
+                "--diffusion-config asks for blocks of %d tokens, and the checkpoint has blocks of "
+                "%d (%s in config.json). A model answers worse in longer blocks than it was "
+                "trained with.",
+                *(served, own_length, key),
             )
 
     def check_blocks_in_flight(self) -> None:

@@ -170,7 +170,7 @@ def fill_in_canvas_length(vllm_config: VllmConfig) -> DiffusionConfig:
 
 def set_canvas(vllm_config: VllmConfig, blocks_in_flight: int) -> None:
     """Sets the length of a masked model's canvas in `vllm_config`, in place, and pages of the KV
-    cache that hold whole blocks. Logs a warning where blocks are longer than the checkpoint's.
+    cache that hold whole blocks. Logs a warning where blocks have another length than in training.
     Raises ValueError for blocks or pages that cannot be served, and for a number of steps."""
     own_length = vllm_config.model_config.hf_config.canvas_length
     diffusion_config = fill_in_canvas_length(vllm_config)
@@ -183,16 +183,7 @@ def set_canvas(vllm_config: VllmConfig, blocks_in_flight: int) -> None:
     diffusion_config.canvas_length *= blocks_in_flight
     config = MaskedConfig.from_vllm_config(vllm_config)
     config.check_blocks_in_flight()
-    if config.block_length > own_length:
-        # Not refused: the published loops take any length as an argument.
-        logger.warning(
-            "--diffusion-config asks for blocks of %d tokens, and the checkpoint has blocks of "
-            "%d (%s in config.json). A model answers worse in longer blocks than it was "
-            "trained with.",
-            config.block_length,
-            own_length,
-            config.family.block_key,
-        )
+    config.warn_of_length(own_length, vllm_config.model_config.model)
     cache_config = vllm_config.cache_config
     if cache_config.user_specified_block_size:
         config.check_cache_page(cache_config.block_size)

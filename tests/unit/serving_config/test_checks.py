@@ -1,7 +1,10 @@
 """What a start refuses or warns of: options that nobody reads, values that cannot be served."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.paths import CHECKPOINTS
 from tests.unit.serving_config.conftest import Configure
-from vllm_dllm import plugin, serving_config
+from vllm_dllm import plugin
+from vllm_dllm.config import masked as masked_config
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.serving_config import checks, images
 
@@ -178,10 +182,40 @@ def test_options_of_vllm_s_own_sampler_are_refused(
 def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
     masked: Configure, block_length: int, warnings: int, logged: Callable[..., list[str]]
 ) -> None:
-    log = logged(serving_config)
+    log = logged(masked_config)
     config = masked(diffusion_config={"canvas_length": block_length})
     assert config.diffusion_config.canvas_length == block_length
     assert len(log) == warnings
     assert all(
         "blocks of 64 tokens, and the checkpoint has blocks of 4 (block" in line for line in log
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_warned"),
+    [
+        ("SDAR-8B-Chat-b32", {}, True),
+        ("SDAR-8B-Chat-b32", {"hf_overrides": {"block_size": 32}}, False),
+        ("SDAR-8B-Chat-b32", {"diffusion_config": {"canvas_length": 32}}, False),
+        ("SDAR-8B-Chat-b4", {}, False),
+        ("SDAR-8B-Chat", {}, False),
+    ],
+)
+def test_blocks_that_only_the_name_tells(
+    masked: Configure,
+    tmp_path: Path,
+    name: str,
+    options: dict[str, Any],
+    is_warned: bool,
+    logged: Callable[..., list[str]],
+) -> None:
+    """Published checkpoints have it in their names alone, and were served in blocks of 4."""
+    folder = tmp_path / name
+    shutil.copytree(CHECKPOINTS / "sdar-tiny", folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["block_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    log = logged(masked_config)
+    EngineArgs(str(folder), enforce_eager=True, **options).create_engine_config()
+    assert len(log) == is_warned
+    assert all("says blocks of 32 tokens, and blocks of 4 are served" in line for line in log)
