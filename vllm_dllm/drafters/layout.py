@@ -6,7 +6,9 @@ of RedHatAI, written by the `speculators` library, have Qwen3's fields under
 `aux_hidden_state_layer_ids` are one higher than `target_layer_ids`. Layer ids here are z-lab's: i
 is the output of the target's layer i, from 0.
 
-A block has one slot more than it drafts tokens: the anchor.
+A block has one slot more than it drafts tokens: the anchor. Drafters whose anchor is a prediction,
+too, as DeepSpec trains them, draft as many tokens as a block has slots. They are refused, as by
+vLLM, which looks for one of the keys that say so, and in one place.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,6 +25,9 @@ logger = init_logger(__name__)
 
 TABLE_ROPES = {"default", "linear", "llama3", "ntk", "proportional"}
 """Types of rotary embeddings for which `max_position_embeddings` is only the size of a table."""
+
+ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next")
+"""Keys of a config that say whether the anchor's row predicts the next token."""
 
 PADDING = 1024  # a target's vocabulary may have as many tokens more than its drafter's
 
@@ -50,7 +55,7 @@ def read_layout(
     needed: Collection[str] = (),  # more keys that a drafter of this kind has
 ) -> DrafterLayout:
     """Returns the layout that a drafter's config describes. Raises DrafterMismatch if the config is
-    not that of a DFlash drafter, or not complete."""
+    not that of a DFlash drafter, or not complete, or if the anchor is a prediction."""
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
@@ -58,6 +63,11 @@ def read_layout(
         raise DrafterMismatch(
             f"{name} is not complete: expected {', '.join(missing)} in its config, in z-lab's "
             f"layout (dflash_config) or that of speculators (transformer_layer_config)"
+        )
+    if anchored := next((key for key in ANCHOR_KEYS if options.get(key)), None):
+        raise DrafterMismatch(
+            f"{name} predicts a token from the anchor ({anchored} in its config), which DFlash "
+            f"here does not: every draft would be off by one token. Use another drafter."
         )
     layer_ids: list[int] | None
     try:

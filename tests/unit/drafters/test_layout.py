@@ -66,6 +66,18 @@ def test_options_may_be_inside_dflash_config() -> None:
     assert read_layout(config, "D").block_size == 16
 
 
+@pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next"])
+def test_an_anchor_that_predicts(key: str) -> None:
+    """vLLM refuses one key in one place, and drafts with the others one token off."""
+    inside, beside, flat = z_lab(), z_lab(), speculators()
+    inside["dflash_config"][key] = beside[key] = flat[key] = True
+    for config in (inside, beside, flat):
+        with pytest.raises(DrafterMismatch, match=rf"D predicts .* anchor \({key} in its config\)"):
+            read_layout(config, "D")
+    beside[key] = False
+    read_layout(beside, "D")
+
+
 def test_multimodal_target() -> None:
     check_drafter(z_lab(), {"text_config": TARGET}, "D", "T")
 
