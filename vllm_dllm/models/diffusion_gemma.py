@@ -91,6 +91,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         # Full-attention layers have no v_proj, keys serve as values. DiffusionGemma's config does
         # not say so; without the flag Gemma4Model would leave their value projection unset.
         text_config.attention_k_eq_v = True
+        # transformers asks the outer config, and the inner one may not say so.
+        text_config.tie_word_embeddings = model_config.hf_config.tie_word_embeddings
         text_config.max_position_embeddings = num_rotary_positions(vllm_config)
         self.config = text_config
         self.quant_config = vllm_config.quant_config = adapt_quant_config(

@@ -56,22 +56,25 @@ class ExpectedWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the checkpoint's names and weights, each checked before.
 
-        Raises ValueError for a wrong tensor, and for a layer whose scalar differs between encoder
-        and decoder: transformers ties all layer weights of the two but keeps two copies of
-        `layer_scalar`, a buffer, and the one backbone here has one copy.
+        Raises ValueError for a wrong tensor, and for two whose names address one parameter and
+        whose numbers differ. transformers ties the weights of encoder and decoder, and saves one
+        of them. But it keeps both copies of `layer_scalar`, a buffer, and of weights where
+        `tie_word_embeddings` is false or the two differ. The one backbone here has one copy.
         """
-        scalars: dict[str, torch.Tensor] = {}
+        seen: dict[str, tuple[str, torch.Tensor]] = {}
         for name, weight in weights:
             self.position = f"at {name} of shape {list(weight.shape)}"
             if (own_name := self._mapper.map_name(name)) is not None:
                 self._check(own_name, weight)
-            if name.endswith(".layer_scalar"):
-                layer = name.partition(".layers.")[2]
-                if not torch.equal(scalars.setdefault(layer, weight), weight):
-                    raise ValueError(
-                        f"layer_scalar is {weight.item()} here and {scalars[layer].item()} in the "
-                        f"other mode, encoder and decoder must share it"
-                    )
+                # Inputs of encoder and decoder may be scaled differently.
+                if not weight.is_meta and own_name.rpartition(".")[2] not in SCALES:
+                    sample = sample_numbers(weight)
+                    first, numbers = seen.setdefault(own_name, (name, sample))
+                    if not torch.equal(numbers, sample):
+                        raise ValueError(
+                            f"its numbers are not those of {first}, and encoder and decoder must "
+                            f"share them"
+                        )
             yield name, weight
             self.position = f"after {name}"
 
@@ -142,6 +145,12 @@ def check_numbers(
         if complaint := complaint or describe_non_finite(weight):
             raise ValueError(complaint)
         yield name, weight
+
+
+def sample_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Returns at most 256 numbers from everywhere in `weight`, as bytes: a copy."""
+    numbers = weight.reshape(-1)
+    return numbers[:: max(1, len(numbers) // 128)].clone().view(torch.uint8)
 
 
 _E4M3_NAN = 0x7F  # and with the sign; the type has no infinity

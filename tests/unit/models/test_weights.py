@@ -1,5 +1,6 @@
 """The weight map: every name of transformers' state dict, at the full 26B shape, and bad files."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,14 +114,36 @@ def test_unknown_weight_is_named(tiny: tuple[ServedModel, dict[str, torch.Tensor
         model.load_weights(iter([unknown]))
 
 
-def test_unequal_layer_scalars_are_refused(
-    tiny: tuple[ServedModel, dict[str, torch.Tensor]],
+@pytest.mark.parametrize(
+    "kind", ["layer_scalar", "mlp.down_proj.weight", "experts.gate_up_proj", "router.scale"]
+)
+def test_unequal_weights_of_encoder_and_decoder_are_refused(
+    tiny: tuple[ServedModel, dict[str, torch.Tensor]], kind: str
 ) -> None:
+    """One would replace the other."""
     model, state_dict = tiny
-    name = "model.decoder.layers.2.layer_scalar"
+    name = f"model.decoder.layers.2.{kind}"
     bad = state_dict | {name: state_dict[name] + 1}
-    with pytest.raises(ValueError, match="encoder and decoder must share it"):
+    with pytest.raises(ValueError, match="encoder and decoder must share them"):
         model.load_weights(iter(bad.items()))
+
+
+def test_an_lm_head_that_only_the_outer_config_unties(tmp_path: Path) -> None:
+    """It was left out, for the embeddings."""
+    path = make_tiny_checkpoint(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert config["text_config"]["tie_word_embeddings"]
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    reference = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.float32)
+    state_dict = reference.state_dict()
+    for name in state_dict:  # those of the encoder are not in the file, and not tied now
+        if name.startswith("model.encoder.language_model."):
+            decoder = name.replace("encoder.language_model", "decoder")
+            state_dict[name] = state_dict.get(decoder, state_dict[name])
+    head = torch.randn_like(state_dict["lm_head.weight"])
+    model, _ = build(path, "cpu")
+    model.load_weights(iter((state_dict | {"lm_head.weight": head}).items()))
+    assert torch.equal(model.lm_head_shard(), head)
 
 
 def test_unreadable_file_is_reported_with_its_place(
