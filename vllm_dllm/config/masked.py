@@ -104,11 +104,11 @@ class MaskedConfig:
             )
 
     def warn_of_length(self, own_length: int, model: str) -> None:
-        """Logs a warning if blocks have another length than `model` was trained with: the one at
-        the end of its name, such as SDAR-8B-Chat-b32, which its config.json may not have. Other
-        names do not say it, and blocks no longer than `own_length`, the checkpoint's, are right."""
+        """Logs a warning if blocks have another length than `model` was trained with: the one in
+        its name, such as SDAR-8B-Chat-b32, which its config.json may not have. Other names do not
+        say it, and blocks no longer than `own_length`, the checkpoint's, are right."""
         served, key = self.block_length, self.family.block_key
-        if named := re.search(r"-b(\d+)$", Path(model).name):
+        if named := re.search(r"-b(4|8|16|32|64)(-|$)", Path(model).name):  # as SDAR's
             if served != (length := int(named[1])):
                 logger.warning(
                     "The name of %s says blocks of %d tokens, and blocks of %d are served (%s in "

@@ -197,8 +197,10 @@ def test_blocks_longer_than_the_checkpoint_s_are_warned_of(
         ("SDAR-8B-Chat-b32", {}, True),
         ("SDAR-8B-Chat-b32", {"hf_overrides": {"block_size": 32}}, False),
         ("SDAR-8B-Chat-b32", {"diffusion_config": {"canvas_length": 32}}, False),
+        ("LightningRL-8B-b32-GSM8K", {}, True),
         ("SDAR-8B-Chat-b4", {}, False),
         ("SDAR-8B-Chat", {}, False),
+        ("tried-on-b200", {}, False),
     ],
 )
 def test_blocks_that_only_the_name_tells(
