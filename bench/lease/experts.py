@@ -121,7 +121,7 @@ def our_experts(problem: Problem, is_fp8: bool, device: str) -> Run:
     else:
         from vllm.model_executor.layers.fused_moe import moe_align_block_size as align
 
-        assign = align.moe_align_block_size
+        assign = partial(align.moe_align_block_size, pad_sorted_ids=True)
         quantise = quantise_rows
         dtype = problem.states.dtype
 

@@ -50,7 +50,8 @@ class ExpertCall:
         """Returns rows sorted by expert in blocks of `size`, the expert of each block, and the
         number of rows with padding, as vLLM's `moe_align_block_size` does. All are on the
         device."""
-        return moe_align_block_size(self.ids, size, len(self.down))
+        # Else the last block, which no rows are left for, may end behind the memory.
+        return moe_align_block_size(self.ids, size, len(self.down), pad_sorted_ids=True)
 
 
 def find_expert_layers(modules: Iterable[Any]) -> Iterator[RoutedExperts]:

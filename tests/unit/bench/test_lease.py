@@ -230,7 +230,9 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     bind(
         moe_align_block_size,
         "moe_align_block_size",
-        lambda **given: definition.sort_by_expert(*given.values()),
+        lambda topk_ids, block_size, num_experts, **_: definition.sort_by_expert(
+            topk_ids, block_size, num_experts
+        ),
     )
     bind(mixture_triton, "mix_experts", lambda **_: None)
     bind(experts, "quantise_rows", lambda rows: (rows, torch.ones(len(rows), 1)))

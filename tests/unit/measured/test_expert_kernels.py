@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -36,7 +37,9 @@ EXPERTS, HIDDEN, WIDTH, CHOSEN = 4, 128, 64, 2
 def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose kernel is vLLM's, on a CPU, where `moe_align_block_size` is missing."""
     interpret_kernels(mixture_triton)
-    monkeypatch.setattr(experts, "moe_align_block_size", definition.sort_by_expert)
+    monkeypatch.setattr(
+        experts, "moe_align_block_size", lambda *given, **_: definition.sort_by_expert(*given)
+    )
     monkeypatch.setattr(experts, "find_expert_layers", lambda modules: modules)
     monkeypatch.setattr(experts, "tiles_file_name", lambda layer: "a.json")
     config = FusedMoEConfig(
@@ -92,6 +95,18 @@ def test_vllm_calls_ours(layer: Any) -> None:
     assert expert_kernels.block_size(layer, len(states)) == 16
     assert_right(layer, states, expert_kernels.run_layer(layer, 16, states))
     assert "apply" not in vars(layer.quant_method.moe_kernel.fused_experts), "vLLM's own again"
+
+
+@pytest.mark.parametrize("size", mixture_triton.SIZES)
+def test_memory_holds_whole_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A program reads the rows of its block before it knows whether there are any."""
+    monkeypatch.setattr(ops, "moe_align_block_size", lambda *_: None)  # which only CUDA builds have
+    others = dict.fromkeys(ExpertCall.__dataclass_fields__)
+    for tokens in (1, 3, 37, 257, 1024, 2048, 4096):
+        ids = torch.zeros(tokens, 8, dtype=torch.int32)
+        call = ExpertCall(**others | {"ids": ids, "down": torch.empty(128, 0, 0)})
+        rows, blocks, _ = call.align_blocks(size)
+        assert len(rows) == len(blocks) * size
 
 
 @pytest.mark.parametrize(
