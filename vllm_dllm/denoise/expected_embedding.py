@@ -5,11 +5,18 @@ Legend: Vt = tokens of a tile, B = its blocks of `BLOCK` tokens, H = hidden size
 
 import torch
 
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import FP16_RANGE, MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _MARGIN = 0.5
 """The share of the tolerance that may be left out; the rest allows for the rounding of sums."""
+
+
+def round_logits(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `logits` rounded to `dtype`, which stay finite in it, as fp32."""
+    if dtype == torch.float16:
+        logits = logits.clamp(*FP16_RANGE)
+    return logits.to(dtype).float()
 
 
 class ExpectedEmbedding:
@@ -36,9 +43,7 @@ class ExpectedEmbedding:
         self._sum = torch.zeros(rows, hidden_size, device=device)
         self._total = torch.zeros(rows, device=device)
         self._maximum = torch.full((rows,), MASKED_LOGIT, device=device)
-        if floor is not None:
-            self._maximum = floor
-        self._floor = self._maximum
+        self._floor = self._maximum if floor is None else floor
         self._known = torch.zeros_like(self._total)  # of the total, before rounding
         self._least_share = _MARGIN * tolerance / num_blocks
 
@@ -51,7 +56,12 @@ class ExpectedEmbedding:
     ) -> None:
         """Adds the next tile to the sums. Like the reference, it first rounds the logits to the
         model's type, and rounds the weights again for the product."""
-        maximum = torch.maximum(self._maximum, blocks.maximum.amax(dim=-1))
+        # Rounded, too: at low temperatures rounding moves a logit so far that its weight would be 0
+        # or infinite beside one that is not.
+        largest = round_logits(blocks.maximum.amax(dim=-1), embeddings.dtype)
+        maximum = torch.maximum(self._maximum, largest)
+        if self._least_share:
+            maximum = torch.maximum(maximum, self._lowered_floor(embeddings.dtype))
         decay = (self._maximum - maximum).exp()
         self._total.mul_(decay)
         self._known.mul_(decay)
@@ -64,7 +74,7 @@ class ExpectedEmbedding:
             scaled = weights * (blocks.maximum - maximum[:, None]).exp()[..., None]
             scaled = scaled.flatten(1)[:, : logits.shape[1]]
         else:
-            scaled = (logits.to(embeddings.dtype).float() - maximum[:, None]).exp_()
+            scaled = (round_logits(logits, embeddings.dtype) - maximum[:, None]).exp_()
         self._total.add_(scaled.sum(dim=-1))
         self._sum.add_(torch.matmul(scaled.to(embeddings.dtype), embeddings))
 
@@ -74,12 +84,13 @@ class ExpectedEmbedding:
         """Adds the blocks whose share of the row's total may matter. The other blocks count in the
         total alone. The total is bounded from below by the blocks so far, or by the floor's token,
         and lowered by what rounding logits to the embeddings' type may have added."""
-        masses = blocks.total * (blocks.maximum - self._maximum[:, None]).exp()
+        largest = round_logits(blocks.maximum, embeddings.dtype)
+        masses = blocks.total * (largest - self._maximum[:, None]).exp()
         self._known.add_(masses.sum(dim=-1))
-        rounding = torch.finfo(embeddings.dtype).eps / 2  # of a logit, relative
-        floor = self._floor - 4 * rounding * self._floor.abs()
+        floor = self._lowered_floor(embeddings.dtype)
         known = torch.maximum(self._known, (floor - self._maximum).exp())
-        known = known * (-2 * rounding * self._maximum.abs()).exp()
+        # Of a block's largest logit and of each other one, in its mass and in all of them.
+        known = known * (-4 * _rounding(embeddings.dtype) * self._maximum.abs()).exp()
         needed = masses > self._least_share * known[:, None]
         self._total.add_(masses.masked_fill(needed, 0.0).sum(dim=-1))
         if logits.is_cuda:
@@ -88,10 +99,19 @@ class ExpectedEmbedding:
             add_needed = add_needed_
         add_needed(self._sum, self._total, logits, self._maximum, needed, embeddings)
 
+    def _lowered_floor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns [rows] fp32: what the floor's token has at least, computed and rounded again."""
+        return round_logits(self._floor - 4 * _rounding(dtype) * self._floor.abs(), dtype)
+
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns sum [rows, H], total [rows] and maximum [rows] over one shard of the vocabulary,
         all fp32. They are joined with those of other shards. The embedding is sum / total."""
         return self._sum, self._total, self._maximum
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Returns by which share of it a logit may be off, rounded to `dtype`."""
+    return torch.finfo(dtype).eps / 2
 
 
 def add_needed_(
@@ -109,7 +129,7 @@ def add_needed_(
         if len(rows) == 0:
             continue
         tokens = slice(block * BLOCK, min((block + 1) * BLOCK, len(embeddings)))
-        weights = logits[:, tokens][rows].to(embeddings.dtype).float()
+        weights = round_logits(logits[:, tokens][rows], embeddings.dtype)
         weights.sub_(maximum[rows, None]).exp_()
         totals.index_add_(0, rows, weights.sum(dim=-1))
         product = torch.matmul(weights.to(embeddings.dtype), embeddings[tokens])

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import FP16_RANGE, MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
 
 _ROWS, _HIDDEN, _TOKENS = 64, 128, 64
@@ -15,6 +15,7 @@ _WEIGHED = 8192  # tokens of a row at a time
 _ADDED = 1024  # channels of a row that a program adds
 _LOWEST = tl.constexpr(MASKED_LOGIT)
 _LOG2_E = tl.constexpr(math.log2(math.e))
+_FP16_MOST = tl.constexpr(FP16_RANGE[1])
 
 
 class FusedExpectedEmbedding:
@@ -132,7 +133,11 @@ def _weigh_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     top = tl.max(tl.load(blocks + row * pitch + block, mask=block < num_blocks, other=_LOWEST), 0)
-    top = tl.maximum(top, _LOWEST)
+    # Rounded like the logits: at low temperatures that moves one so far that its weight would be 0
+    # or infinite beside one that is not.
+    if logits.dtype.element_ty == tl.float16:
+        top = tl.minimum(top, _FP16_MOST)
+    top = tl.maximum(top.to(logits.dtype.element_ty).to(tl.float32), _LOWEST)
     before = 0.0
     if not IS_FIRST:
         earlier = tl.load(maximum + row)

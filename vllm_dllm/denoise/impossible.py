@@ -1,4 +1,5 @@
-"""The logits of tokens that a position may not take, from the least to the most forbidden.
+"""The logits of tokens that a position may not take, from the least to the most forbidden, and the
+bounds of others.
 
 All have probability 0, and none is infinite, which would make NaN. Where nothing better is left, a
 best guess is of the least forbidden kind.
@@ -23,3 +24,6 @@ TRUNCATED_LOGIT = -1e37
 """A token that top_k, top_p or min_p leaves out, or that does not exist. It is set after the
 temperature. No temperature brings another forbidden token below it, so clamping to it raises
 none."""
+
+FP16_RANGE = (-65504.0, 65504.0)
+"""To which logits are clamped in fp16: large biases, low temperatures would be infinite."""

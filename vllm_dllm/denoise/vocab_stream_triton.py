@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dllm.denoise.impossible import MASKED_LOGIT, TRUNCATED_LOGIT
+from vllm_dllm.denoise.impossible import FP16_RANGE, MASKED_LOGIT, TRUNCATED_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks
 
@@ -97,6 +97,7 @@ def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
 _MASKED, _LEFT_OUT = tl.constexpr(MASKED_LOGIT), tl.constexpr(TRUNCATED_LOGIT)
 _STAGE_SCALE = tl.constexpr(2.0**_STAGE_BITS)
 _LOG2_E = tl.constexpr(math.log2(math.e))
+_FP16_LEAST, _FP16_MOST = (tl.constexpr(bound) for bound in FP16_RANGE)
 
 
 # Not of `width`: as a multiple of 16, which it nearly always is, it lets logits be read eight at a
@@ -139,7 +140,10 @@ def _read_blocks_kernel(
         logit = tl.where(logit < 0, -tanh, tanh)
         scale *= softcap
     logit *= scale
-    tl.store(place, logit.to(output.dtype.element_ty), mask=is_token)
+    stored = logit
+    if output.dtype.element_ty == tl.float16:  # as in `expected_embedding.round_logits`
+        stored = tl.clamp(logit, _FP16_LEAST, _FP16_MOST)
+    tl.store(place, stored.to(output.dtype.element_ty), mask=is_token)
 
     logit = tl.where(is_token, logit, _MASKED)  # 0 times it is a number
     top = tl.max(logit, 0)

@@ -12,12 +12,10 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
-from vllm_dllm.denoise.impossible import MASKED_LOGIT
+from vllm_dllm.denoise.impossible import FP16_RANGE, MASKED_LOGIT
 from vllm_dllm.denoise.vocab_stream import BLOCK, STREAMED_FROM
 
 logger = init_logger(__name__)
-
-_FP16_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
 def shards_begin_at_blocks(vocab_size: int, num_ranks: int) -> bool:
@@ -180,8 +178,8 @@ class Vocabulary:
         """
         first, weight = self.vocabulary_shard()
         if weight.dtype != logits.dtype:
-            if weight.dtype == torch.float16:  # large biases, low temperatures would be infinite
-                logits = logits.clamp(*_FP16_RANGE)
+            if weight.dtype == torch.float16:
+                logits = logits.clamp(*FP16_RANGE)
             probs = logits.to(weight.dtype).softmax(dim=-1, dtype=torch.float32)
         probs = probs[:, first : first + len(weight)]
         return self._sum_shards(torch.matmul(probs.to(weight.dtype), weight))

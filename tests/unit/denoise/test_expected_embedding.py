@@ -61,6 +61,21 @@ def test_expected_embedding_in_bf16_rounds_as_the_reference() -> None:
     tolerances.assert_within(ours, reference, share * magnitudes)
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3], ids=["exact", "within"])
+@pytest.mark.parametrize("temperature", [1e-3, 5e-4, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_temperatures(dtype: torch.dtype, temperature: float, tolerance: float) -> None:
+    """Rounding moves logits of 30 / T by more than an exponential bears; fp16 ends before them."""
+    logits = 30 * (random_logits(200, 1.0) / 3).tanh() / temperature
+    embeddings = torch.randn(V, H).to(dtype)
+    options = {"tolerance": tolerance, "num_blocks": NUM_BLOCKS, "floor": logits.amax(-1)}
+    ours = expected_embedding(logits, BLOCK, embeddings, **options if tolerance else {})
+    rounded = logits.clamp(-65504, 65504) if dtype == torch.float16 else logits
+    probs, exact = rounded.to(dtype).double().softmax(-1), embeddings.double()
+    share = 2 * tolerances.unit_roundoff(dtype) + tolerances.softmax(V, 0) + 2 * tolerance
+    tolerances.assert_within(ours, probs @ exact, share * exact.abs().amax())
+
+
 def test_shards_join_by_their_maximum() -> None:
     logits, uniform = random_logits(6), torch.rand(6, dtype=torch.float64)
     embeddings = torch.randn(V, H)

@@ -236,3 +236,26 @@ def test_expected_embedding(fused: ModuleType, tiles: int, dtype: torch.dtype) -
     grid = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     magnitudes = (share * exact + grid) @ embeddings.double().abs()
     tolerances.assert_within(total, exact @ embeddings.double(), magnitudes)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-4])
+def test_low_temperatures(fused: ModuleType, temperature: float) -> None:
+    """Rounding moves logits by more than weights in fp16 bear, and fp16 ends before the largest."""
+    output, _, uniform = inputs(torch.float16, 2 * BLOCK)
+    rows, width = output.shape
+    embeddings = torch.randn(width, 8, generator=torch.Generator().manual_seed(1)).half()
+    on_device = torch.device(DEVICE)
+    per_row = torch.full((rows, 1), temperature, device=on_device)
+    reader = fused.FusedVocabReader(30.0, per_row, uniform.to(DEVICE), 0, width)
+    running = expected_embedding_triton.FusedExpectedEmbedding(rows, width, on_device)
+    found = []
+    for first in range(0, width, BLOCK):
+        tile = slice(first, first + BLOCK)
+        logits, blocks, _ = reader.read_tile(output[:, tile].to(DEVICE, copy=True))
+        found.append(logits.cpu().clone())
+        running.add_tile(logits, blocks, None, embeddings[tile].to(DEVICE))
+    total, weight, _ = (part.cpu() for part in running.result())
+    logits = torch.cat(found, dim=1)
+    probs, exact = logits.double().softmax(-1), embeddings.double()
+    share = 2 * tolerances.unit_roundoff(torch.float16) + tolerances.softmax(width, 0)
+    tolerances.assert_within(total / weight[:, None], probs @ exact, share * exact.abs().amax())
