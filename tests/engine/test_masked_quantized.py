@@ -88,6 +88,23 @@ def test_gptq_answers_as_w4a16(engine: Callable[..., Engine], tmp_path: Path) ->
     assert answers(transposed) == expected
 
 
+def test_a_packed_lm_head(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """It has no `weight`. As in a server, somebody counts."""
+    path, _ = make_checkpoint(tmp_path, BLOCK, FAMILIES["SDAR"][0])
+    config = json.loads((path / "config.json").read_text())
+    scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["re:.*lm_head"], "weights": scheme}},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    served = engine(path, block_size=32, load_format="dummy", disable_log_stats=False)
+    params = params_of(Rule("static", num_steps=1), BLOCK, 0)
+    (output,) = served.llm.generate({"prompt_token_ids": PROMPTS[0]}, params, use_tqdm=False)
+    assert output.outputs[0].token_ids
+
+
 def write_as_gptq(source: Path, target: Path) -> Path:
     """Writes the W4A16 checkpoint `source` to `target` in GPTQ's layout."""
     shutil.copytree(source, target)

@@ -24,7 +24,6 @@ from vllm_dllm.quantization.config import adapt_masked_quant_config
 class MaskedModel:
     """Mixed into vLLM's class of the same layers, before that class."""
 
-    lm_head: Any
     config: Any
     packed_modules_mapping: dict[str, list[str]]
 
@@ -71,11 +70,6 @@ class MaskedModel:
         """Loads weights that have the names of vLLM's class, and returns the names of those
         loaded."""
         return super().load_weights(weights)  # type: ignore[misc]
-
-    def vocabulary_shard(self) -> tuple[int, torch.Tensor]:
-        """Returns the first token of this rank's vocabulary, and the LM head's weights [n, H] from
-        it on."""
-        return self.lm_head.shard_indices.org_vocab_start_index, self.lm_head.weight
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns logits [rows, V] fp32; None on ranks that do not sample."""

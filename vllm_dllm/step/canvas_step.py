@@ -49,7 +49,7 @@ class CanvasStep(ABC):
         model_config = vllm_config.model_config
         self.model = model
         self.canvas_length = vllm_config.diffusion_config.canvas_length
-        self.vocab_size = model_config.get_vocab_size()
+        self.vocab_size, self.dtype = model_config.get_vocab_size(), model_config.dtype
         self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.memory = SamplingMemory(self.extension.sampling_memory_mib << 20)
         self.device = device
@@ -60,7 +60,7 @@ class CanvasStep(ABC):
         self.slots = CanvasSlots(
             sampler.req_states.draft_tokens[:, : self.canvas_length],
             model_config.hf_text_config.hidden_size if self.self_conditions else 0,
-            model_config.dtype,
+            self.dtype,
         )
         self.requests = self._make_requests(vllm_config, sampler)
         self.settling = Settling(
@@ -69,7 +69,7 @@ class CanvasStep(ABC):
         self.soft_embedding = SoftEmbedding(
             model,
             self.extension.self_conditioning_tolerance,
-            self.extension.self_conditioning_top_k,
+            self.extension.self_conditioning_top_k if self.self_conditions else None,
         )
         self.logit_tools = LogitTools(self.soft_embedding, self.requests.filters, self.memory)
 

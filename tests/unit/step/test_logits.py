@@ -155,7 +155,7 @@ def test_the_log_says_what_top_k_leaves_out(
 def test_memory_of_a_step(model: Model) -> None:
     for streams, extra in ((True, 0), (False, 100 * V * 12)):
         model.streams_vocabulary = streams
-        assert most_step_bytes(model, rows=100, budget_bytes=MIB) == MIB + extra
+        assert most_step_bytes(model, torch.float32, rows=100, budget_bytes=MIB) == MIB + extra
 
 
 @pytest.mark.parametrize(

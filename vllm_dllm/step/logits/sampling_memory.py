@@ -6,17 +6,19 @@ and nothing waits.
 
 from typing import Any
 
+import torch
+
 # fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
 BYTES_PER_WHOLE_LOGIT = 8 * 4
 
 
-def most_step_bytes(model: Any, rows: int, budget_bytes: int) -> int:
+def most_step_bytes(model: Any, dtype: torch.dtype, rows: int, budget_bytes: int) -> int:
     """Returns the most bytes that a step of `rows` rows takes for logits and the values computed
-    from them."""
+    from them. `dtype`: the model's."""
     if model.streams_vocabulary:
         return budget_bytes
     # The LM head's output, its soft-capped copy, and one to which rules are applied.
-    per_logit = model.vocabulary_shard()[1].element_size() + 8
+    per_logit = dtype.itemsize + 8
     return budget_bytes + rows * model.config.vocab_size * per_logit
 
 

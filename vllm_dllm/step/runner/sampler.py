@@ -60,7 +60,8 @@ class DiffusionSampler:
     def _most_bytes(self) -> int:
         """Returns the most bytes that a step may take for logits and the values computed from
         them."""
-        return most_step_bytes(self.step.model, self._max_rows, self.step.memory.budget_bytes)
+        step = self.step
+        return most_step_bytes(step.model, step.dtype, self._max_rows, step.memory.budget_bytes)
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Returns the latest step's numbers, with the memory of its logits, and forgets them.
