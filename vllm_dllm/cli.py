@@ -1,6 +1,9 @@
 """The command `vllm-dllm`: reads the command line and calls the module that does the work."""
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -18,14 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the sub-command that `argv` names, or the process' own command line if it is None.
     Returns the exit status: 0, 1 after an error of the user's, 130 after Ctrl-C (0 in `top`). Such
     an error is printed in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an encoding without "τ" or box characters
     options = vars(_make_parser().parse_args(argv))
     name: str = options.pop("command")
     command: Command = options.pop("what")
     try:
         resolve_name(command.work)(**options)
+        print(end="", flush=True)  # here, errors are reported
     except (InputError, ServerError) as error:
         return _print_error(name, str(error))
     except OSError as error:  # no such folder, no permission, disk full
+        _drop_output()
+        if isinstance(error, BrokenPipeError):  # whoever read the output has left, as `head` does
+            return 1
         remedy = f"; once that is fixed, {CONTINUES}" if command.resumes else ""
         return _print_error(name, f"{error}{remedy}")
     except ModuleNotFoundError as error:
@@ -37,6 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_error(name, f"stopped; {CONTINUES}")
         return 0 if name == "top" else 130  # that is how one leaves `top`
     return 0
+
+
+def _drop_output() -> None:
+    """Sends standard output nowhere if it cannot be written: Python would try again at the exit."""
+    with contextlib.suppress(OSError):
+        print(end="", flush=True)
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(name: str, message: str) -> int:

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -56,6 +58,22 @@ def choose_port(wanted: int | None) -> int:
                 f"out to take a free one."
             ) from error
         return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def log_folder(command: str) -> Iterator[Path]:
+    """Yields a new folder for the logs of a sub-command. It stays only if an error ends the block:
+    the logs tell more about it."""
+    folder = Path(tempfile.mkdtemp(prefix=f"vllm-dllm-{command}-"))
+    stays = False
+    try:
+        yield folder
+    except Exception:  # not Ctrl-C
+        stays = True
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder)
 
 
 class Server:

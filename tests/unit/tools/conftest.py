@@ -1,8 +1,10 @@
-"""A server that answers what a test says."""
+"""A server that answers what a test says, and a folder for the logs of servers."""
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,11 @@ def served() -> Iterator[tuple[str, dict[str, Answer]]]:
         yield f"http://127.0.0.1:{server.server_port}", answers
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder

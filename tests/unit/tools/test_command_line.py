@@ -1,4 +1,9 @@
-"""Values that the command line itself refuses: it says what it expects, and names no function."""
+"""Values that the command line itself refuses: it says what it expects, and names no function.
+Output that nobody reads, that does not fit, or that has characters which its encoding lacks."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +39,32 @@ def test_says_what_it_expects(
     with pytest.raises(SystemExit):
         main(command.split())
     assert message in capsys.readouterr().err
+
+
+def run_into(stdout: int, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit status, and what is written to standard error."""
+    result = subprocess.run(
+        [sys.executable, "-m", "vllm_dllm", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    os.close(stdout)
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written(unbuffered: str) -> None:
+    nobody_reads, pipe = os.pipe()
+    os.close(nobody_reads)
+    assert run_into(pipe, "checkpoint", PYTHONUNBUFFERED=unbuffered) == (1, "")
+    status, error = run_into(
+        os.open("/dev/full", os.O_WRONLY), "checkpoint", PYTHONUNBUFFERED=unbuffered
+    )
+    assert (status, error.count("\n")) == (1, 1) and "No space left on device" in error
+
+
+def test_an_encoding_that_lacks_characters() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    assert run_into(nowhere, "drafter", "train", "--help", PYTHONIOENCODING="ascii") == (0, "")

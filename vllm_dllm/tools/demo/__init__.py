@@ -5,8 +5,6 @@ The demo streams answers over HTTP with the canvases in them (docs/canvases.md),
 
 import os
 import queue
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -62,13 +60,13 @@ def run(
     server_process.check_checkpoint(checkpoint)
     questions = [Question(text) for text in ask or ()] or questions_for(checkpoint)
     port = server_process.choose_port(port)
-    log = Path(tempfile.mkdtemp(prefix="vllm-dllm-demo-")) / "server.log"
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without box characters
     view = View(Console(highlight=False), pace)
 
     command = server_process.serve_command(checkpoint, port, *OPTIONS)
-    with Server(command, port, log, _plugin_variables()) as server:
+    with (
+        server_process.log_folder("demo") as logs,
+        Server(command, port, logs / "server.log", _plugin_variables()) as server,
+    ):
         try:
             view.wait_for_server(server, checkpoint)
             for question in questions:
@@ -79,7 +77,7 @@ def run(
                     save_picture(picture, question, first)
                     view.print_note(f"Picture: {picture}")
         finally:
-            view.print_note(f"\nStopping the server. Its log stays: {log}")
+            view.print_note("\nStopping the server.")
 
 
 def _plugin_variables() -> dict[str, str]:
@@ -185,7 +183,7 @@ class View:
         complete."""
         self._console.print()
         if (image := answer.question.image) is not None:
-            if self._live and self._console.color_system is not None:
+            if self._live and self._console.color_system and not self._console.no_color:
                 picture = drawing.draw_in_colors(image)
                 self._console.print(picture, no_wrap=True, overflow="crop")
             else:

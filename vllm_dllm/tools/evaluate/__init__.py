@@ -4,7 +4,6 @@ Each checkpoint is served by its own `vllm serve`, one after the other. lm-evalu
 it the tasks' prompts over HTTP, like any client.
 """
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from vllm_dllm.tools.evaluate.provenance import describe_machine
 from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.scrape import read_weight_bytes
-from vllm_dllm.tools.server_process import check_checkpoint
+from vllm_dllm.tools.server_process import check_checkpoint, log_folder
 from vllm_dllm.tools.terminal import make_console, progress_bars
 
 __all__ = ["run"]
@@ -49,9 +48,8 @@ def run(
     prompting = PromptSettings(**options)
     _check_options(checkpoints, prompting, out)
     console = make_console(PIPE_COLUMNS)
-    logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-eval-"))
     rows: list[Row] = []
-    with redirect_library_logs(logs):
+    with log_folder("eval") as logs, redirect_library_logs(logs):
         loaded = load_tasks(tasks or [HELD_OUT], prompting.data)
         serve_options = serving.serve_options(loaded, prompting.serve_options)
         prompting = replace(prompting, serve_options=serve_options)

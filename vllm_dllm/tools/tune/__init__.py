@@ -6,7 +6,6 @@ both accuracy and speed are then tried on the other half, so that luck in the se
 """
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from vllm_dllm.tools.evaluate import serving
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate, redirect_library_logs
 from vllm_dllm.tools.evaluate.provenance import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.server_process import check_checkpoint
+from vllm_dllm.tools.server_process import check_checkpoint, log_folder
 from vllm_dllm.tools.terminal import make_console, progress_bars
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.report import Confirmed, Findings, choose_settings
@@ -73,9 +72,8 @@ def run(checkpoint: Path, **options: Any) -> None:
     if run.is_finished():
         return
     console = make_console(PIPE_COLUMNS)
-    logs = Path(tempfile.mkdtemp(prefix="vllm-dllm-tune-"))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with redirect_library_logs(logs):
+    with log_folder("tune") as logs, redirect_library_logs(logs):
         task = _load_task(settings)
         serve_options = serving.serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:

@@ -41,7 +41,9 @@ def asked(checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (checkpoint / "asked.jsonl").read_text().splitlines()]
 
 
-def test_whole_demo(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_demo(
+    checkpoint: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--ask", "first?", "--ask", "second?", "--save-picture", f"{checkpoint}/c.svg"]
     assert cli.main(["demo", str(checkpoint), *arguments]) == 0
     out = capsys.readouterr().out
@@ -56,6 +58,7 @@ def test_whole_demo(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "cat" in (checkpoint / "c.svg").read_text()
     port = int(re.search(r"on port (\d+)", out).group(1))
     assert choose_port(port) == port  # nothing listens there any more
+    assert not list(temporary.iterdir()), "logs of a good run"
 
 
 def test_whole_demo_of_a_checkpoint_that_sees(
@@ -91,7 +94,7 @@ def test_a_signal_stops_the_server(tmp_path: Path, number: signal.Signals) -> No
         pid = int(log.read_text())
         running.send_signal(number)
         assert running.wait(HANGS_S) == 128 + number
-    assert not is_running(pid)
+    assert not is_running(pid) and not log.parent.exists()
 
 
 def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

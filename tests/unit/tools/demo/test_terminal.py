@@ -99,14 +99,14 @@ def test_half_blocks() -> None:
     ]
 
 
-def colour_terminal(width: int) -> Console:
+def colour_terminal(width: int, **environment: str) -> Console:
     return Console(
         file=io.StringIO(),
         highlight=False,
         width=width,
         force_terminal=True,
         color_system="truecolor",
-        _environ={},
+        _environ=environment,
     )
 
 
@@ -125,6 +125,9 @@ def test_a_picture_where_there_are_no_colours(with_picture: Question) -> None:
     out = io.StringIO()
     draw(Console(file=out, highlight=False, width=72), with_picture)
     assert out.getvalue().splitlines()[1:4] == ["▓", "▒", "What number is shown?"]
+    terminal = colour_terminal(72, NO_COLOR="1")
+    draw(terminal, with_picture)
+    assert terminal.file.getvalue().splitlines()[1:3] == ["▓", "▒"]
 
 
 def test_picture(tmp_path: Path) -> None:

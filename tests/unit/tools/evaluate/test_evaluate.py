@@ -44,11 +44,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 @pytest.mark.slow
 @pytest.mark.parametrize(("api", "concurrency"), [("chat", "3"), ("completions", "1")])
 def test_two_checkpoints(
-    make: Make, capsys: pytest.CaptureFixture[str], api: str, concurrency: str
+    make: Make, temporary: Path, capsys: pytest.CaptureFixture[str], api: str, concurrency: str
 ) -> None:
     checkpoints = [make("good", {"Hi!": "Hi?"}), make("worse", {"Hi!": "Hi?", "Sort: b a": "b a"})]
     options = ["--task", "task.yaml", "--api", api, "--concurrency", concurrency, "-o", "out"]
     assert cli.main(["eval", *checkpoints, *options]) == 0
+    assert not list(temporary.iterdir()), "logs of a good run"
     out = capsys.readouterr().out
     assert re.search(r"good +75\.0 ± 25\.0 +100\.0% +\d+ +3\.00 +0\.00 +0\.00", out), out
     assert re.search(r"worse +50\.0 ± 28\.9 +66\.7% ", out), out

@@ -49,9 +49,10 @@ def share_within(keys: dict[str, Any], numbers: range) -> float:
 
 @pytest.mark.slow
 def test_finds_the_fastest_that_is_right(
-    run_tune: Tune, capsys: pytest.CaptureFixture[str]
+    run_tune: Tune, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_tune() == 0
+    assert not list(temporary.iterdir()), "logs of a good run"
     assert "vllm serve model --config tuning/defaults.yaml" in capsys.readouterr().out
     assert {file.name for file in Path("tuning").iterdir()} == {
         "defaults.yaml",
