@@ -160,9 +160,7 @@ class Counters:
 
     tokens: int  # generated
     forwards: int  # of canvases: denoise steps and commits
-    steps_per_block: float | None
-    """Denoise steps per canvas, as `vllm bench serve` computes them. They are exact if all canvases
-    have the same width. None: the model has no canvases."""
+    steps_per_block: float | None  # denoise steps per canvas; None: the model has no canvases
 
     @classmethod
     def since(cls, before: Scrape, port: int) -> "Counters":
@@ -173,12 +171,10 @@ class Counters:
         def total(name: str) -> int:
             return int(change.difference(f"vllm:{name}_total"))
 
-        positions = total("diffusion_num_canvas_positions")  # computed by those forwards
-        committed = total("diffusion_num_committed_tokens")  # those after an answer's end, too
         return cls(
             tokens=total("generation_tokens"),
             forwards=total("diffusion_num_denoising_steps"),
-            steps_per_block=positions / committed - 1 if committed else None,
+            steps_per_block=change.mean("vllm_dllm:block_denoise_steps"),
         )
 
 

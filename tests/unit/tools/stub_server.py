@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.paths import CHECKPOINTS
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA
 
 # Its answers, in answers.json by a prompt's end, take 2 canvases of 32 each, of 3 steps each or as
 # many as the request allows; a number needs as many steps as it says. Its weights are 1000 bytes on
@@ -14,6 +15,7 @@ STUB = r"""
 import http.server, json, os, pathlib, sys, threading
 folder, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 answers = json.loads((folder / "answers.json").read_text())
+temperature = json.loads((folder / "config.json").read_text()).get("temperature", 1.0)
 lock, done, forwards = threading.Lock(), 0, 0
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -26,10 +28,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             model = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
             return self.reply(json.dumps({"object": "list", "data": [model]}))
-        counts = {"generation_tokens": 50 * done, "diffusion_num_denoising_steps": forwards,
-            "diffusion_num_canvas_positions": 32 * forwards,
-            "diffusion_num_committed_tokens": 64 * done}
-        self.reply("".join(f'vllm:{k}_total{{engine="0"}} {v}\n' for k, v in counts.items()))
+        counts = {"vllm:generation_tokens_total": 50 * done,
+            "vllm:diffusion_num_denoising_steps_total": forwards,
+            "vllm_dllm:block_denoise_steps_sum": forwards - 2 * done,
+            "vllm_dllm:block_denoise_steps_count": 2 * done}
+        self.reply("".join(f'{k}{{engine="0"}} {v}\n' for k, v in counts.items()))
     def stream(self, body):
         asked = json.dumps({**body, "plugins": os.environ["VLLM_PLUGINS"]})
         with (folder / "asked.jsonl").open("a") as file:
@@ -58,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(9)
         if answer == "REFUSE":
             return self.reply("the prompt is too long", 400)
-        assert prompt == "Hello" or body["temperature"] == 1.0
+        assert prompt == "Hello" or body["temperature"] == temperature
         steps = body.get("vllm_xargs", {}).get("diffusion_max_steps", 3)
         if answer.isdigit() and steps < int(answer):
             answer = "cut"
@@ -81,11 +84,13 @@ def write_task(folder: Path, rows: Mapping[str, str]) -> None:
     (folder / "held_out.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def write_checkpoint(folder: Path, answers: Mapping[str, str]) -> Path:
+def write_checkpoint(
+    folder: Path, answers: Mapping[str, str], architecture: str = DIFFUSION_GEMMA
+) -> Path:
     """What `STUB` serves: weights of 3000 zeros, and these answers by a prompt's end."""
     folder.mkdir()
-    for file in ("config.json", "tokenizer.json"):
-        (folder / file).write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(3000))
     (folder / "answers.json").write_text(json.dumps(answers))
     return folder

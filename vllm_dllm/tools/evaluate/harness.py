@@ -1,7 +1,6 @@
 """Runs one task of lm-evaluation-harness against one server, and times it."""
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-from vllm_dllm.config.architectures import FAMILIES
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import read_json
 from vllm_dllm.tools.evaluate.tasks import task_manager
 from vllm_dllm.tools.scrape import Counters, read_metrics
 from vllm_dllm.tools.server_process import HOST
@@ -195,11 +195,9 @@ def _make_client(
 
 def _sampling_parameters(checkpoint: Path) -> dict[str, object]:
     """Returns the parameters of requests that replace a task's own. DiffusionGemma denoises at its
-    own temperatures, so 1 replaces the 0 that tasks have for other models. For masked models a
-    task's parameters stay."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    is_masked = not FAMILIES.keys().isdisjoint(config.get("architectures") or ())
-    return {} if is_masked else {"temperature": 1.0}
+    own temperatures, so 1 replaces the 0 that tasks have for other models."""
+    architectures = read_json(checkpoint / "config.json").get("architectures") or ()
+    return {"temperature": 1.0} if DIFFUSION_GEMMA in architectures else {}
 
 
 def _read_scores(answered: Any, name: str) -> list[Score]:

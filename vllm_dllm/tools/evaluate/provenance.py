@@ -1,12 +1,13 @@
 """What decides the results of a measurement: the command, the weights, and the machine."""
 
+import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -31,7 +32,10 @@ def sha256_sums(checkpoint: Path) -> dict[str, str]:
 def describe_machine() -> dict[str, object]:
     """Returns the device, the state of the repository, the load, and the versions of packages.
     Works on Linux only."""
-    installed = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cpu = f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
@@ -41,7 +45,7 @@ def describe_machine() -> dict[str, object]:
         "commit": _run_git("rev-parse", "HEAD"),
         "changed_files": (_run_git("status", "--porcelain", "--", ":(top)*.py") or "").splitlines(),
         "load_average_at_end": os.getloadavg()[0],
-        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+        "versions": versions,
     }
 
 

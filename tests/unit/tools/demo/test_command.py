@@ -41,9 +41,7 @@ def asked(checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (checkpoint / "asked.jsonl").read_text().splitlines()]
 
 
-def test_whole_demo(
-    checkpoint: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whole_demo(checkpoint: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ask", "first?", "--ask", "second?", "--save-picture", f"{checkpoint}/c.svg"]
     assert cli.main(["demo", str(checkpoint), *arguments]) == 0
     out = capsys.readouterr().out

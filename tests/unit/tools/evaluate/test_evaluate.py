@@ -97,6 +97,15 @@ def test_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["prompts"], row["accuracy"], row["stderr"]) == (1, 1.0, None)
 
 
+def test_other_models_are_asked_at_the_tasks_temperature(make: Make) -> None:
+    """Also those that write one token after the other. The stub accepts no other temperature."""
+    checkpoint, task = Path(make("other", {})), Path("task.yaml")
+    config = {"architectures": ["Qwen3ForCausalLM"], "temperature": 0.25}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    task.write_text(task.read_text().replace("temperature: 1.0", "temperature: 0.25"))
+    assert cli.main(["eval", str(checkpoint), "--task", "task.yaml", "-o", "out"]) == 0
+
+
 def test_a_server_that_dies(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     dying = make("dying", {"Hi!": "DIE"})
     error = run(capsys, dying, "--task", "task.yaml", "-o", "out")
