@@ -4,15 +4,26 @@ import sys
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from vllm_dllm.tools.server_process import Server
+
+WIDEST = 1000  # columns; no table is as wide
 
 
 def make_console(piped_columns: int) -> Console:
     """Returns a console on standard output. Lines have `piped_columns` characters if that is not a
     terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else piped_columns)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table in which no number is cut. On a terminal that is too narrow its lines go past
+    the edge."""
+    needed = console.measure(table, options=console.options.update(width=WIDEST)).minimum
+    table.width = needed if needed > console.width else None
+    console.print(table, crop=False)
 
 
 def progress_bars(console: Console | None = None) -> Progress:

@@ -25,7 +25,7 @@ from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.scrape import read_weight_bytes
 from vllm_dllm.tools.server_process import check_checkpoint, log_folder
-from vllm_dllm.tools.terminal import make_console, progress_bars
+from vllm_dllm.tools.terminal import make_console, print_table, progress_bars
 
 __all__ = ["run"]
 
@@ -61,7 +61,7 @@ def run(
                     rows += report.make_rows(checkpoint, name, outcome, weight_bytes)
     table = report.with_recovery(rows)
     prompts = report.describe_prompts(table, prompting.concurrency)
-    console.print(report.make_table(table, prompts))
+    print_table(console, report.make_table(table, prompts))
     machine = describe_machine()
     report.save_json(table, prompting, machine, out / "eval.json")
     save_plot(table, f"{prompts}; {machine['device']}", out / "eval.png")

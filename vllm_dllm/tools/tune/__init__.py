@@ -23,7 +23,7 @@ from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate, redirect_
 from vllm_dllm.tools.evaluate.provenance import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.server_process import check_checkpoint, log_folder
-from vllm_dllm.tools.terminal import make_console, progress_bars
+from vllm_dllm.tools.terminal import make_console, print_table, progress_bars
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.report import Confirmed, Findings, choose_settings
 from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
@@ -93,7 +93,7 @@ def run(checkpoint: Path, **options: Any) -> None:
     chosen = choose_settings(confirmed, settings.max_loss / 100)
     prompts = f"{count // 2} prompts of {settings.task}"
     findings = Findings(tried, confirmed, chosen, prompts)
-    console.print(report.as_table(findings))
+    print_table(console, report.as_table(findings))
     _write_files(run.partial, checkpoint, space, settings, findings)
     run.finish()
     console.print(f"vllm serve {checkpoint} --config {settings.out}/defaults.yaml", soft_wrap=True)
@@ -165,19 +165,17 @@ def _search(
     progress: Progress,
 ) -> list[Tried]:
     """Tries settings until `folder` has `trials` of them, prints each, and returns all."""
-
-    def show_trial(tried: Tried) -> None:
-        """Prints a finished trial, and moves the bar on."""
+    found = []
+    searched = search(folder / TRIALS_FILE, space, trials, measure)
+    for tried in progress.track(searched, total=trials, description="trials"):
         measured = tried.measured
         progress.console.print(
             f"{tried.number:4d}  accuracy {measured.accuracy:6.1%}  "
             f"{measured.tokens_per_forward:6.2f} tokens/forward  "
             f"{measured.tokens_per_second:6.0f} tokens/s  {tried.rule}"
         )
-        progress.update(bar, completed=tried.number + 1)
-
-    bar = progress.add_task("trials", total=trials)
-    return search(folder / TRIALS_FILE, space, trials, measure, show_trial)
+        found.append(tried)
+    return found
 
 
 def _confirm(

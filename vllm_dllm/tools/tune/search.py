@@ -1,8 +1,9 @@
 """The search itself: trials of settings, which are kept in a file, and the choice of the best
 trials."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import optuna
@@ -15,7 +16,6 @@ from vllm_dllm.tools.tune.space import Space, Value
 
 PRESET = "preset"
 """Attribute of a trial: its index in `Space.presets()`. 0 is the checkpoint's own settings."""
-_UNBROKEN = (TrialState.COMPLETE, TrialState.WAITING)
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,10 @@ class Tried:
 
 
 def search(
-    file: Path,
-    space: Space,
-    trials: int,
-    measure: Callable[[Mapping[str, Value]], Measured],
-    on_trial: Callable[[Tried], None],
-) -> list[Tried]:
-    """Measures settings until `file` has `trials` of them, the presets first, and returns all of
-    them. Trials in `file` from an earlier run count. A preset that was stopped is measured again.
-    Calls `on_trial` after each trial."""
+    file: Path, space: Space, trials: int, measure: Callable[[Mapping[str, Value]], Measured]
+) -> Iterator[Tried]:
+    """Measures settings until `file` has `trials` of them, the presets first. Yields each trial,
+    those of an earlier run in `file`, too. A preset that was stopped is measured again."""
     storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name="tune", storage=storage, directions=["maximize"] * 2, load_if_exists=True
@@ -89,25 +84,21 @@ def search(
         study.tell(stopped.number, state=TrialState.FAIL)
     # A run that goes on must not draw what it drew before.
     study.sampler = TPESampler(seed=len(study.get_trials(deepcopy=False)))
-    tried_presets = {trial.user_attrs.get(PRESET) for trial in study.get_trials(states=_UNBROKEN)}
-    for number, parameters in enumerate(space.presets()):
-        if number not in tried_presets:
+    earlier = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    yield from map(Tried.from_trial, earlier)
+    tried_presets = {trial.user_attrs.get(PRESET) for trial in earlier}
+    presets = ((n, p) for n, p in enumerate(space.presets()) if n not in tried_presets)
+    for _ in range(trials - len(earlier)):
+        # One at a time: one that was stopped comes before those that wait.
+        for number, parameters in islice(presets, 1):
             study.enqueue_trial(parameters, user_attrs={PRESET: number})
-    while len(_finished_trials(study)) < trials:
         trial = study.ask()
         keys = space.suggest(trial)
         measured = measure(keys)
         trial.set_user_attr("keys", keys)
         trial.set_user_attr("measured", asdict(measured))
         finished = study.tell(trial, [measured.accuracy, measured.tokens_per_forward])
-        on_trial(Tried.from_trial(finished))
-    return _finished_trials(study)
-
-
-def _finished_trials(study: optuna.Study) -> list[Tried]:
-    """Returns the finished trials of a study, in their order."""
-    states = (TrialState.COMPLETE,)
-    return [Tried.from_trial(trial) for trial in study.get_trials(deepcopy=False, states=states)]
+        yield Tried.from_trial(finished)
 
 
 def pareto_front(tried: list[Tried]) -> list[Tried]:

@@ -1,7 +1,9 @@
 """Task files and names: found with their data, or refused with what to do. The report of several
 tasks, one of which the first checkpoint fails."""
 
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.tasks import load_tasks
+from vllm_dllm.tools.terminal import print_table
 
 HELD_OUT = (CHECKPOINTS / "held_out.yaml").read_text()
 
@@ -128,6 +131,17 @@ ROWS = [row("a", "x", 0.8), row("a", "y", 0.0), row("b", "x", 0.6), row("b", "y"
 def test_recovery_is_of_the_same_task() -> None:
     found = [r.recovery for r in report.with_recovery(ROWS)]
     assert found == [1.0, None, 0.6 / 0.8, None]
+
+
+@pytest.mark.parametrize("width", [1, 40, 79])
+def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
+    rows = report.with_recovery(ROWS)
+    console = Console(record=True, width=width, file=io.StringIO())
+    print_table(console, report.make_table(rows, report.describe_prompts(rows, 8)))
+    text = console.export_text()
+    assert "…" not in text
+    for number in ("80.0", "100.0%", "150", "2.50", "4.00", "3.90"):
+        assert re.search(rf" {number} ", text), text
 
 
 def test_table_and_picture(tmp_path: Path) -> None:

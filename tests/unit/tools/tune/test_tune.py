@@ -19,7 +19,8 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools import tune
 from vllm_dllm.tools.evaluate import serving
-from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front
+from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
+from vllm_dllm.tools.tune.space import Space
 
 ROWS = {f"Count to {n}.": str(n) for n in range(1, 17)}
 """An answer needs as many steps as it says. The odd ones are searched with."""
@@ -129,6 +130,23 @@ def test_bad_input(run_tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     write_task(Path("."), dict(list(ROWS.items())[:7]))
     assert "must have at least 8 prompts, got 7" in error()
     assert not Path("tuning.partial").exists()
+
+
+def test_a_preset_that_was_stopped_comes_before_the_others(tmp_path: Path) -> None:
+    """Or the trials might end before the checkpoint's own settings, which others are compared
+    with."""
+    (tmp_path / "config.json").write_text('{"architectures": ["SDARForCausalLM"]}')
+
+    def stop(keys: object) -> Measured:
+        raise KeyboardInterrupt
+
+    arguments = tmp_path / "trials.log", Space(tmp_path), 3
+    with pytest.raises(KeyboardInterrupt):
+        list(search(*arguments, stop))
+    for _ in range(2):
+        tried = list(search(*arguments, lambda keys: Measured([1.0], 10, 5, 1.0)))
+        assert [trial.is_own for trial in tried] == [True, False, False]
+    assert len({json.dumps(trial.keys) for trial in tried}) == 3
 
 
 def test_front() -> None:
