@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, save_tensors
 
 HIDDEN_SIZES = {"full": 2048, "small": 64}
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 TOP_K = 16  # the largest probabilities, which the small variant gets
 DROPOUT = 0.2
 
@@ -145,8 +146,7 @@ def save_predictor(predictor: BlockPilot, path: Path) -> None:
     config = {"predictor": "blockpilot", **asdict(predictor.config)}
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: w.detach().contiguous() for name, w in predictor.state_dict().items()}
-    save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets only the owner read
+    save_tensors(weights, path / WEIGHTS_FILE)
 
 
 def load_predictor(

@@ -1,15 +1,17 @@
-"""A checkpoint's weight files, read without the weights."""
+"""A checkpoint's weight files, read without the weights, and written."""
 
 import json
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from vllm_dllm.errors import InputError
 
@@ -48,6 +50,18 @@ def open_shard(path: Path) -> Iterator[Any]:
             f"{path} is not a whole safetensors file ({_describe_truncation(path) or error}): copy "
             f"or download it again"
         ) from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file, which those may read who may read its folder, and replaces `path`
+    in one step. Raises OSError if writing fails."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        save_file(dict(tensors), unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{unfinished}: {error}") from error
+    unfinished.chmod(path.parent.stat().st_mode & 0o666)  # save_file lets only the owner read
+    unfinished.replace(path)
 
 
 def _describe_truncation(path: Path) -> str | None:

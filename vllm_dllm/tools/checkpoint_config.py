@@ -1,9 +1,10 @@
-"""Reads the config.json of a checkpoint that a user names."""
+"""Reads config.json and the tokenizer of a checkpoint that a user names."""
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from vllm_dllm.config.architectures import register_configs
 from vllm_dllm.errors import InputError
@@ -22,3 +23,14 @@ def read_config(folder: Path) -> PretrainedConfig:
     except (ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{file} is not what transformers expects ({reason})") from error
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Returns the tokenizer in the folder. Raises InputError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"transformers cannot read the tokenizer in {folder} ({reason})"
+        ) from error

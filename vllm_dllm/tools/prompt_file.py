@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.checkpoint_config import read_tokenizer
 
 Row = tuple[str, dict[str, Any]]
 """The place of the row in its file, for error messages, and the row's content."""
@@ -21,8 +21,8 @@ def read_prompt_rows(path: Path) -> list[Row]:
     """Returns the rows of all lines that are not empty. Raises InputError if the file cannot be
     read, a line is not a prompt, or there are no rows. The message has the line's number."""
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")  # JSON may hold other signs that end a line
+    except OSError as error:
         raise InputError(f"cannot read the prompts: {path}: {error}") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
@@ -31,7 +31,7 @@ def read_prompt_rows(path: Path) -> list[Row]:
         place = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise InputError(f"{place} is not JSON: {error}") from error
         if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
             raise InputError(f'{place}: expected {{"messages": [...]}} or {{"prompt": "text"}}')
@@ -50,18 +50,18 @@ def encode_prompt_rows(
         InputError: a row cannot be encoded, or has no tokens or more than `max_tokens`. For the
             latter the message ends with `remedy`, which says why, and what to do.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = read_tokenizer(model)
     prompts = []
     for place, row in rows:
         try:
-            text, has_template = row.get("prompt"), "messages" in row
-            if has_template:
+            text, messages = row.get("prompt"), row.get("messages")
+            if messages:
                 text = tokenizer.apply_chat_template(
-                    row["messages"], tokenize=False, add_generation_prompt=True
+                    messages, tokenize=False, add_generation_prompt=True
                 )
             elif not isinstance(text, str):
                 raise TypeError("the prompt is not a string")
-            tokens = tokenizer.encode(text, add_special_tokens=not has_template)
+            tokens = tokenizer.encode(text, add_special_tokens=not messages)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"{place} cannot be encoded: {error}") from error
         if not 0 < len(tokens) <= max_tokens:

@@ -1,7 +1,6 @@
 """The questions of the demo. A checkpoint that takes images is also asked about pictures."""
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +8,8 @@ from pathlib import Path
 
 from openai.types.chat import ChatCompletionUserMessageParam
 from PIL import Image
+
+from vllm_dllm.quantization.weight_files import read_json
 
 _PICTURES = Path(__file__).parent / "pictures"
 
@@ -73,8 +74,7 @@ PICTURE_QUESTIONS = (
 def questions_for(checkpoint: Path) -> Sequence[Question]:
     """Returns the demo's questions for a checkpoint. Those about pictures come first, if it takes
     images: if it has a vision tower and the settings of an image processor."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    has_tower = config.get("vision_config") is not None
+    has_tower = read_json(checkpoint / "config.json").get("vision_config") is not None
     if has_tower and any(checkpoint.glob("*processor_config.json")):
         return (*PICTURE_QUESTIONS, *TEXT_QUESTIONS)
     return TEXT_QUESTIONS

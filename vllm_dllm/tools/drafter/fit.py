@@ -80,7 +80,8 @@ class TrainingState:
         self.step, self.elapsed_s, self.log = saved["step"], saved["elapsed_s"], saved["log"]
 
     def save(self, file: Path) -> None:
-        """Writes the state by way of `UNFINISHED_STATE_FILE`, and replaces `file` in one step."""
+        """Writes the state by way of `UNFINISHED_STATE_FILE`, and replaces `file` in one step.
+        Raises OSError if writing fails."""
         content = {
             "drafter": self.drafter.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -89,7 +90,10 @@ class TrainingState:
             "log": self.log,
         }
         unfinished = file.with_name(UNFINISHED_STATE_FILE)
-        torch.save(content, unfinished)
+        try:
+            torch.save(content, unfinished)
+        except RuntimeError as error:
+            raise OSError(f"{unfinished} cannot be written: {error}") from error
         unfinished.replace(file)
 
     def progress(self, options: TrainingOptions) -> float:

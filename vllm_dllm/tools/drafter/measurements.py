@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import save_tensors
 from vllm_dllm.tools.drafter.offline import replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import complete
@@ -114,10 +115,7 @@ def measure_in_parts(
         part = prompts[start : start + PROMPTS_PER_PART]
         file = folder / f"part-{start // PROMPTS_PER_PART:05d}.safetensors"
         if not file.exists():
-            measured = measure_part(part)
-            unfinished = file.with_suffix(".tmp")
-            save_file(vars(measured), unfinished)
-            unfinished.replace(file)
+            save_tensors(vars(measure_part(part)), file)
         parts.append(Measurements(**load_file(file)))
         advance(len(part))
     return Measurements(

@@ -14,13 +14,12 @@ The numbers are those of vLLM 0.32's `qwen3_dflash.py`. The paper is "DFlash: Bl
 Flash Speculative Decoding" (arXiv:2602.06036).
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -32,9 +31,11 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, open_shard, save_tensors
+from vllm_dllm.tools.checkpoint_config import read_config
 
 ARCHITECTURE = "DFlashDraftModel"
-WEIGHTS_FILE = "model.safetensors"
+OPTIONS = ("mask_token_id", "target_layer_ids")  # of dflash_config
 FROM_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_parameters"),
@@ -142,23 +143,28 @@ def save_drafter(drafter: DFlashDrafter, path: Path, dtype: torch.dtype) -> None
     drafter.config.dtype = dtype
     drafter.config.save_pretrained(path)
     weights = {name: w.detach().to(dtype) for name, w in drafter.state_dict().items()}
-    save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    (path / WEIGHTS_FILE).chmod(0o644)  # save_file lets only the owner read
+    save_tensors(weights, path / WEIGHTS_FILE)
 
 
 def load_drafter(path: Path) -> DFlashDrafter:
     """Returns a drafter from a folder in the published layout: full attention, one weights file. It
     is in eval mode and fp32, on the CPU. Raises InputError if the folder has no such drafter."""
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise InputError(f"{path} holds no drafter: expected config.json and {WEIGHTS_FILE}")
-    config = Qwen3Config.from_dict(json.loads(config_file.read_text()))
-    if config.architectures != [ARCHITECTURE]:
+    config = read_config(path)
+    options = getattr(config, "dflash_config", None) or {}
+    if config.architectures != [ARCHITECTURE] or not options.keys() >= set(OPTIONS):
         raise InputError(
-            f"{config_file}: expected architectures [{ARCHITECTURE!r}], got {config.architectures}"
+            f"{path / 'config.json'}: expected architectures [{ARCHITECTURE!r}] and a "
+            f"dflash_config with {' and '.join(OPTIONS)}, as z-lab publishes drafters, got "
+            f"{config.architectures} and {options}"
         )
     drafter = DFlashDrafter(config)
-    drafter.load_state_dict(load_file(path / WEIGHTS_FILE))
+    with open_shard(path / WEIGHTS_FILE) as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"the weights in {path} do not fit its config.json: {reason}") from error
     return drafter.float().eval()
 
 
@@ -222,6 +228,10 @@ def load_target(path: Path, device: str) -> Target:
         raise InputError(
             f"{path} cannot be a target: expected an autoregressive language model that "
             f"transformers knows, got: {str(error).splitlines()[0]}"
+        ) from error
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} has a weight file that is not whole ({error}): copy or download it again"
         ) from error
     return Target(model.to(device))
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import Qwen3Config
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.checkpoint_config import read_config
+from vllm_dllm.tools.checkpoint_config import read_config, read_tokenizer
 from vllm_dllm.tools.drafter import reference
 from vllm_dllm.tools.drafter.fit import (
     STATE_FILE,
@@ -150,7 +150,7 @@ def config_for_target(target: Path, text_config: Any, options: TrainingOptions) 
             f"{text_config.max_position_embeddings} tokens of the target's context, got "
             f"{options.block_size}"
         )
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = read_tokenizer(target)
     mask_token = options.mask_token or tokenizer.mask_token
     if mask_token is None:
         raise InputError(

@@ -18,12 +18,10 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from rich.progress import Progress
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import DiffusionGemmaConfig
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard
+from vllm_dllm.quantization.weight_files import INDEX_FILE, open_shard, save_tensors
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.quantize.calibrate import calibrate, read_prompts
 from vllm_dllm.tools.quantize.plan import (
@@ -35,7 +33,7 @@ from vllm_dllm.tools.quantize.plan import (
     quantization_scheme,
 )
 from vllm_dllm.tools.quantize.source import Source, read_source
-from vllm_dllm.tools.resumable import RUN_FILE, write_json
+from vllm_dllm.tools.resumable import write_json
 from vllm_dllm.tools.terminal import progress_bars
 
 WEIGHT_RANGES_FILE = "weight_ranges.json"
@@ -251,13 +249,7 @@ def _write_shard(
             if name in plan.kept:
                 shard[name] = weight
             advance()
-    unfinished = folder / f"{file_name}.tmp"
-    try:
-        save_file(shard, unfinished, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{unfinished}: {error}") from error
-    shutil.copymode(folder / RUN_FILE, unfinished)  # save_file lets only the owner read
-    unfinished.replace(folder / file_name)
+    save_tensors(shard, folder / file_name)
 
 
 def _write_rest(source: Source, plan: Plan, folder: Path) -> None:

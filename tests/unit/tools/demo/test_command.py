@@ -109,6 +109,9 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "config.json").write_text("{}")
     assert "has no tokenizer.json" in error(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not JSON" in error(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         message = error(str(tmp_path), "--port", port)

@@ -240,7 +240,7 @@ def test_parts_are_read_back_whole(tmp_path: Path) -> None:
 
 WRONG = {
     "no target": ({"target": "nowhere"}, (), "does not exist: expected the folder of a checkpoint"),
-    "no drafter": ({"drafter": "nowhere"}, (), "nowhere holds no drafter"),
+    "no drafter": ({"drafter": "nowhere"}, (), "nowhere/config.json does not exist"),
     "no prompts": ({"prompts": "nowhere"}, (), "cannot read the prompts"),
     "radius": ({}, ("--radius", 0), "--radius must be at least 1, got 0"),
 }

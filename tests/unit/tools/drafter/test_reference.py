@@ -1,6 +1,8 @@
 """The reference drafter against DFlash's formulas written out one row at a time in float64."""
 
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,35 @@ def test_saves_what_it_loads(drafter_folder: Path, tmp_path: Path) -> None:
 def test_refuses_another_architecture(target_folder: Path) -> None:
     with pytest.raises(InputError, match=r"expected .*DFlashDraftModel.*Qwen3ForCausalLM"):
         load_drafter(target_folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", lambda text: text[:9], r"config\.json is not JSON"),
+        (
+            "config.json",
+            lambda text: text.replace(b"dflash_config", b"other"),
+            r"and a dflash_config with mask_token_id and .*DraftModel'\] and \{\}",
+        ),
+        (
+            "config.json",
+            lambda text: text.replace(b'"head_dim": 32', b'"head_dim": 16'),
+            "do not fit its config.json: Error.*size mismatch",
+        ),
+        ("model.safetensors", lambda data: data[:-9], "is not a whole safetensors file"),
+    ],
+    ids=["no JSON", "another layout", "other sizes", "cut short"],
+)
+def test_refuses_a_damaged_drafter(
+    drafter_folder: Path,
+    tmp_path: Path,
+    file: str,
+    change: Callable[[bytes], bytes],
+    message: str,
+) -> None:
+    folder = Path(shutil.copytree(drafter_folder, tmp_path / "damaged"))
+    (folder / file).write_bytes(change((folder / file).read_bytes()))
+    with pytest.raises(InputError, match=message) as refused:
+        load_drafter(folder)
+    assert "\n" not in str(refused.value)

@@ -10,6 +10,7 @@ import torch
 
 from checkpoints.recipes.tokenizer import EOS_ID
 from vllm_dllm.errors import InputError
+from vllm_dllm.tools.checkpoint_config import read_tokenizer
 from vllm_dllm.tools.drafter import sequences
 from vllm_dllm.tools.drafter.reference import Target
 from vllm_dllm.tools.drafter.sequences import (
@@ -31,6 +32,18 @@ def test_reads_messages_and_texts(target_folder: Path, tmp_path: Path) -> None:
     start = "".join(map(str, with_template)).index("".join(map(str, plain)))
     assert start > 0, "the text is inside of its turn"
     assert len(with_template) > len(plain)
+
+
+def test_lines_are_what_json_lines_says(target_folder: Path, tmp_path: Path) -> None:
+    """In UTF-8, whatever the locale, perhaps with a byte-order mark, and apart at line feeds alone.
+    Tables that are saved as JSON have a null where a row lacks a column."""
+    path = tmp_path / "prompts.jsonl"
+    texts = ["naïve", "one\u2028line", "one\x85line"]
+    rows = [{"prompt": text, "messages": None} for text in texts]
+    lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+    tokenizer = read_tokenizer(target_folder)
+    assert read_prompts(path, target_folder, room=100) == [tokenizer.encode(t) for t in texts]
 
 
 @pytest.mark.parametrize(

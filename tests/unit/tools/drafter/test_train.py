@@ -1,11 +1,12 @@
 """Training a drafter: it learns, resumes exactly, writes all or nothing, and refuses clearly."""
 
 import json
+import math
 import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,23 @@ def test_killed_and_resumed_gives_the_same_weights(
     for entry in (*logs[0], *logs[1]):
         del entry["minutes"]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("file", ["state.tmp", "model.safetensors.tmp"])
+def test_a_full_disk(
+    target_folder: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_size_limit: Callable[[int], AbstractContextManager[None]],
+    file: str,
+) -> None:
+    """While the state is saved, or at the end."""
+    if file != "state.tmp":
+        monkeypatch.setattr(fit, "SAVE_EVERY_S", math.inf)
+    out = tmp_path / "dflash"
+    with file_size_limit(50_000), pytest.raises(OSError, match=rf"dflash\.partial/{file}.*: .*"):
+        train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
 
 
 def test_another_run_is_not_resumed(target_folder: Path, prompt_file: Path, tmp_path: Path) -> None:
@@ -279,6 +297,31 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert message in refusal(options)
     assert not (tmp_path / "dflash").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", "has a weight file that is not whole"),
+        ("tokenizer.json", "transformers cannot read the tokenizer in"),
+    ],
+)
+def test_a_target_that_is_cut_short(
+    target_folder: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    message: str,
+) -> None:
+    target = Path(shutil.copytree(target_folder, tmp_path / "damaged"))
+    (target / file).write_bytes((target / file).read_bytes()[:1000])
+    out = tmp_path / "dflash"
+    command = ["--target", target, "-o", out, "--steps", 1, "--prompts", prompt_file]
+    options = ["--max-tokens", 9, "--mask-token", MASK_TOKEN]
+    assert cli.main(["drafter", "train", *map(str, command + options)]) == 1
+    assert f"{target} " in (error := capsys.readouterr().err) and message in error
+    assert not out.with_name("dflash.partial").exists()
 
 
 def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) -> None:

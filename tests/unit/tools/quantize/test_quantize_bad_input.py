@@ -3,7 +3,6 @@ checkpoints."""
 
 import json
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,7 +125,7 @@ def test_options_that_do_not_fit(checkpoint, prompts, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [tmp_path / "there"]
 
 
-def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys):
+def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys, file_size_limit):
     def run(out: Path) -> str:
         command = ["quantize", str(checkpoint), "--scheme", "fp8-dynamic", "-o", str(out)]
         return capsys.readouterr().err if cli.main(command) else ""
@@ -135,12 +134,8 @@ def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys):
     error = run(Path("/proc/nope/out")).splitlines(keepends=True)[-1]
     assert error == (f"vllm-dllm quantize: [Errno 2] No such file or directory: '/proc/nope'{end}")
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as if the disk were full
-    try:
+    with file_size_limit(50_000):
         error = run(tmp_path / "out").splitlines(keepends=True)[-1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error.startswith(f"vllm-dllm quantize: {tmp_path / 'out.partial'}/model-00001-of-00003")
     assert "File too large" in error and error.endswith(end)
     assert not run(tmp_path / "out")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests.unit.tools.quantize.quantized_files import files
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.weight_files import save_tensors
 from vllm_dllm.tools.quantize import quantize as quantize_module
 from vllm_dllm.tools.quantize.quantize import quantize
 
@@ -88,7 +88,7 @@ def test_goes_on_from_every_file_operation(checkpoint, prompts, fp4, tmp_path, m
     by the run that follows."""
     out, partial, before = (tmp_path / name for name in ("out", "out.partial", "before"))
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_module, "save_file", interrupt_after(2, save_file))
+        patch.setattr(quantize_module, "save_tensors", interrupt_after(2, save_tensors))
         with pytest.raises(Interruption):
             quantize(checkpoint, "nvfp4", out, prompts)
     partial.rename(before)
