@@ -13,17 +13,19 @@ class GPU:
 
     memory_gib: float
     """Memory by the data sheet, in GiB, as the driver reports it."""
+    token_budget: int
+    """The most tokens of a step of `vllm serve`: vLLM's default on this GPU."""
     published_tokens_per_s: int | None = None
     """Tokens per second of one request of DiffusionGemma 26B in FP8, as vLLM published them for its
     own version; None: not published."""
 
 
 GPUS = {
-    "a100": GPU(79.2),
-    "l40s": GPU(44.5),
-    "h100": GPU(79.2, 1008),
-    "h200": GPU(139.8, 1288),
-    "b200": GPU(178.4),
+    "a100": GPU(79.2, 2048),
+    "l40s": GPU(44.5, 2048),
+    "h100": GPU(79.2, 8192, 1008),
+    "h200": GPU(139.8, 8192, 1288),
+    "b200": GPU(178.4, 16384),
 }
 ELEMENT_BYTES = {"auto": 2, "fp8": 1}
 """--kv-cache-dtype -> bytes of an element of a key or a value."""

@@ -22,7 +22,6 @@ WORKSPACE_GIB = 3.0
 """Memory that is assumed for activations, CUDA graphs and libraries. vLLM measures it when it
 starts."""
 BLOCK_SIZE = 16  # tokens of a cache block: vLLM's default on GPUs
-TOKEN_BUDGET = 8192  # the most tokens of a step: vLLM's default on GPUs of this size
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Plan:
     sampling: int  # setting sampling_memory_mib
     state: int  # what one request keeps between steps
     kv: int  # keys and values of one request
-    canvases_per_step: int  # the most that one step denoises
+    canvas_length: int  # tokens
     max_context: int  # the most tokens of a request, by the checkpoint
     num_heads: int  # of attention, which the ranks share
     is_26b: bool  # the checkpoint has the shape of the published figures
@@ -79,7 +78,7 @@ def make_plan(
         sampling=ExtensionConfig().sampling_memory_mib * MIB,
         state=shape.state_bytes(),
         kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks),
-        canvases_per_step=max_canvases_per_step(TOKEN_BUDGET, shape.canvas_length),
+        canvas_length=shape.canvas_length,
         max_context=shape.max_position_embeddings,
         num_heads=shape.num_heads,
         is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
@@ -128,9 +127,11 @@ def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
             f"But {plan.ranks:,} GPUs cannot share the {plan.num_heads} heads of its attention "
             f"evenly: vLLM refuses --tensor-parallel-size {plan.ranks}."
         )
+    budget = GPUS[gpu].token_budget
+    canvases = max_canvases_per_step(budget, plan.canvas_length)
     lines.append(
-        f"A step of {TOKEN_BUDGET:,} tokens denoises {plan.canvases_per_step:,} canvases: for more "
-        f"at once, raise --max-num-batched-tokens and --max-num-seqs."
+        f"A step of {budget:,} tokens denoises {canvases:,} canvases: for more at once, raise "
+        f"--max-num-batched-tokens and --max-num-seqs."
     )
     if plan.is_26b and (published := GPUS[gpu].published_tokens_per_s):
         lines.append(

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.engine import arg_utils
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from bench import dummy_checkpoint
@@ -13,7 +16,7 @@ from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.paths import CHECKPOINTS
 from vllm_dllm import cli
 from vllm_dllm.quantization.weight_files import read_shards
-from vllm_dllm.tools.plan import capacity
+from vllm_dllm.tools.plan import GPUS, capacity
 from vllm_dllm.tools.plan.capacity import Layer, read_shape
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
@@ -144,6 +147,29 @@ def test_command(folder_26b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "the model is for 4,096 tokens at most (max_position_embeddings in its" in printed
     assert "vLLM refuses --max-model-len 1000000" in printed
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_step_has_as_many_tokens_as_vllm_gives_it(
+    folder_26b: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: str,
+) -> None:
+    memory = int(GPUS[gpu].memory_gib * capacity.GIB)
+    stand_in = SimpleNamespace(
+        get_device_total_memory=lambda: memory,
+        get_device_name=lambda: f"NVIDIA {gpu.upper()}",
+        is_device_capability=lambda _: False,  # of a DGX Spark
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", stand_in)
+    budgets, _ = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
+    assert cli.main(["plan", str(folder_26b), "--gpu", gpu]) == 0
+    tokens = budgets[UsageContext.OPENAI_API_SERVER]
+    canvases = (tokens - tokens // 4) // 256
+    assert f"A step of {tokens:,} tokens denoises {canvases} canvases" in capsys.readouterr().out
 
 
 def test_ranks_that_vllm_refuses_are_named(capsys: pytest.CaptureFixture[str]) -> None:
