@@ -7,8 +7,9 @@ the last whole line. Otherwise the sequences are the blocks that a serving draft
 """
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +27,7 @@ from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
 BATCH_SIZE = 128  # prompts that transformers answers at once
 SERVER_CONNECTIONS = 32  # prompts that a server answers at once
 
-Completer = Callable[[Sequence[list[int]]], list[list[int]]]
+Completer = Callable[[Sequence[list[int]]], Iterable[list[int]]]
 """Token ids of prompts -> token ids of their answers, in the same order."""
 
 
@@ -87,11 +88,15 @@ def complete(target: Target, prompts: Sequence[list[int]], max_tokens: int) -> l
 
 def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Completer:
     """Returns a function that has the vLLM server at `url` answer prompts greedily, several at a
-    time. Raises InputError if no server answers. The function raises it if the server refuses a
-    prompt, sends no token ids, or serves another model."""
-    client = openai.OpenAI(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key="none")
+    time. A server that wants an API key gets that in VLLM_API_KEY. Raises InputError if no server
+    answers. The function raises it if the server refuses a prompt, sends no token ids, or serves
+    another model."""
+    key = os.environ.get("VLLM_API_KEY") or "none"
+    client = openai.OpenAI(base_url=url.rstrip("/").removesuffix("/v1") + "/v1", api_key=key)
     try:
         name = client.models.list().data[0].id
+    except openai.AuthenticationError as error:
+        raise InputError(f"the server at {url} wants its API key in VLLM_API_KEY") from error
     except openai.OpenAIError as error:
         raise InputError(f"no vLLM server answers at {url}: {error}") from error
 
@@ -121,9 +126,9 @@ def make_server_completer(url: str, max_tokens: int, vocab_size: int) -> Complet
             )
         return tokens
 
-    def answer_all(prompts: Sequence[list[int]]) -> list[list[int]]:
+    def answer_all(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
         with ThreadPoolExecutor(SERVER_CONNECTIONS) as pool:
-            return list(pool.map(answer, prompts))
+            yield from pool.map(answer, prompts)
 
     return answer_all
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
@@ -146,7 +147,7 @@ def test_asks_a_server_for_token_ids(
     server: tuple[str, dict[str, Any]], prompts: list[list[int]], suffix: str
 ) -> None:
     answers = make_server_completer(server[0] + suffix, MAX_TOKENS, 512)(prompts)
-    assert answers == [[prompt[0], EOS_ID] for prompt in prompts]
+    assert list(answers) == [[prompt[0], EOS_ID] for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,32 @@ def test_refuses_what_a_server_says(
 ) -> None:
     server[1]["token_ids"] = token_ids
     with pytest.raises(InputError, match=said):
-        make_server_completer(server[0], MAX_TOKENS, 512)(prompts)
+        list(make_server_completer(server[0], MAX_TOKENS, 512)(prompts))
+
+
+def test_what_a_server_answered_before_it_refused_is_kept(
+    server: tuple[str, dict[str, Any]], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    completer, path = make_server_completer(server[0], MAX_TOKENS, 90), tmp_path / "answers.jsonl"
+    with pytest.raises(InputError, match="wrote token 93"):
+        collect_answers([[7], [8], [93]], completer, path)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_server_with_an_api_key(
+    served: tuple[str, dict[str, Callable[[bytes], tuple[int, str]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, answers = served
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    keys: list[str] = []
+    monkeypatch.setattr(
+        openai.OpenAI, "_prepare_request", lambda _, r: keys.append(r.headers["authorization"])
+    )
+    answers["/v1/models"] = lambda _: (401, '{"error": "Unauthorized"}')
+    with pytest.raises(InputError, match=f"the server at {url} wants its API key in VLLM_API_KEY"):
+        make_server_completer(url, MAX_TOKENS, 512)
+    assert keys == ["Bearer secret"]
 
 
 def test_says_that_no_server_answers() -> None:
