@@ -52,7 +52,8 @@ def wait_on_console(server: Server, console: Console) -> float:
 
         def show_wait(seconds: float) -> None:
             last = "".join(server.log.read_text(errors="replace").splitlines()[-1:])
-            text = f"{seconds:3.0f} s  {last}"
-            status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            text = Text(f"{seconds:3.0f} s  {last}")
+            text.truncate(console.width - 2, overflow="ellipsis")  # beside the spinner
+            status.update(text)
 
         return server.wait_until_ready(show_wait)

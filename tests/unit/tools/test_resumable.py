@@ -1,12 +1,16 @@
 """What commands share: the command line, a server for the length of a block, and folders of
 which they write all or nothing, and go on."""
 
+import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.processes import is_running, wait_for
 from vllm_dllm import cli
@@ -14,6 +18,7 @@ from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.tools import server_process
 from vllm_dllm.tools.commands import COMMANDS
 from vllm_dllm.tools.resumable import RUN_FILE, Run, check_out
+from vllm_dllm.tools.terminal import wait_on_console
 
 IDENTITY: dict[str, Any] = {"seed": 1, "sizes": (2, 3)}
 
@@ -85,6 +90,21 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server_process.Server([sys.executable, "-c", script], 1, log, {"ADDED": "1"}):
         wait_for(lambda: log.read_text().endswith("\n"))
     assert log.read_text() == "None 1\n"
+
+
+def test_the_wait_for_a_server_takes_one_line(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text("first line\n" + "last line " * 30)
+
+    def wait_until_ready(show_wait: Callable[[float], None]) -> float:
+        show_wait(7.0)
+        return 8.0
+
+    server: Any = SimpleNamespace(log=tmp_path / "server.log", wait_until_ready=wait_until_ready)
+    screen = io.StringIO()
+    console = Console(file=screen, width=40, force_terminal=True, _environ={})
+    assert wait_on_console(server, console) == 8.0
+    shown = [line for line in screen.getvalue().splitlines() if "line" in line]
+    assert len(shown) == 1 and "7 s  last line" in shown[0] and shown[0].endswith("…")
 
 
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
