@@ -49,7 +49,8 @@ def run(
     _check_options(checkpoints, prompting, out)
     console = make_console(PIPE_COLUMNS)
     rows: list[Row] = []
-    with log_folder("eval") as logs, redirect_library_logs(logs):
+    with log_folder("eval") as logs:
+        redirect_library_logs(logs)
         loaded = load_tasks(tasks or [HELD_OUT], prompting.data)
         serve_options = serving.serve_options(loaded, prompting.serve_options)
         prompting = replace(prompting, serve_options=serve_options)

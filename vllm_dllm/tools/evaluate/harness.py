@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,15 @@ ANSWER_SECONDS = 3600  # that one answer may take
 HARNESS_LOG = "lm_eval.log"  # in the folder of a command's logs
 
 
-@contextlib.contextmanager
-def redirect_library_logs(logs: Path) -> Iterator[None]:
-    """Writes what the libraries log inside the block to a file in the folder `logs`, and hides
-    their progress bars."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+def redirect_library_logs(logs: Path) -> None:
+    """Writes what the libraries log to a file in the folder `logs`, and hides their progress bars,
+    as long as this process lives."""
     handler = logging.FileHandler(logs / HARNESS_LOG)
-    before = [logger.propagate for logger in loggers]
     datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.addHandler(handler)
+    for name in ("lm_eval", "lm-eval", "datasets"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
         logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-        datasets.enable_progress_bars()
-        handler.close()
 
 
 class _Client(LocalCompletionsAPI):

@@ -63,7 +63,8 @@ def run_server(
     log = logs / f"{checkpoint.resolve().name}-{port}.log"
     console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
     command = serve_command(checkpoint, port, *SERVER_OPTIONS, *options)
-    with without_proxy(), Server(command, port, log, SERVER_ENVIRONMENT) as server:
+    ask_without_proxy()
+    with Server(command, port, log, SERVER_ENVIRONMENT) as server:
         seconds = wait_on_console(server, console)
         console.print(f"Ready after {seconds:.0f} s.")
         try:
@@ -76,18 +77,9 @@ def run_server(
             raise
 
 
-@contextmanager
-def without_proxy() -> Iterator[None]:
-    """Lets this process ask servers on `HOST` directly inside the block. The harness would ask a
-    proxy, if the environment names one."""
-    before = os.environ.get("no_proxy")
+def ask_without_proxy() -> None:
+    """Lets this process ask servers on `HOST` directly, as long as it lives. The harness would ask
+    a proxy, if the environment names one."""
     # Where both are set, `no_proxy` alone counts.
-    inherited = os.environ.get("NO_PROXY") if before is None else before
+    inherited = os.environ.get("no_proxy", os.environ.get("NO_PROXY"))
     os.environ["no_proxy"] = ",".join(filter(None, (inherited, HOST)))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["no_proxy"]
-        else:
-            os.environ["no_proxy"] = before

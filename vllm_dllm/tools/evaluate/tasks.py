@@ -6,7 +6,7 @@ from Hugging Face's cache.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +36,7 @@ def load_tasks(specs: Sequence[str], data: Path) -> dict[str, Task]:
     Raises:
         InputError: a task cannot be used.
     """
+    constants.HF_HUB_OFFLINE = True  # in this process, also for data that is read later
     names = [spec for spec in specs if not _is_file(spec)]
     manager = task_manager(bool(names))
     for name in names:
@@ -95,7 +96,7 @@ def _load_in_folder(folder: Path, manager: TaskManager, spec: str) -> dict[str, 
     """Returns the tasks of one spec, with data from a folder, which is the current folder
     meanwhile. Raises InputError and errors of the harness."""
     # The harness resolves data paths from the current folder.
-    with contextlib.chdir(folder), _without_network():
+    with contextlib.chdir(folder):
         loaded = manager.load([spec])["tasks"]
         for name, task in loaded.items():
             _try_first_prompt(spec, name, task)
@@ -127,17 +128,6 @@ def _try_first_prompt(spec: str, name: str, task: Task) -> None:
     first = next(iter(task.eval_docs))
     task.doc_to_text(first)
     task.doc_to_target(first)
-
-
-@contextlib.contextmanager
-def _without_network() -> Iterator[None]:
-    """Keeps Hugging Face's libraries from the network inside the block."""
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def _first_line(error: BaseException) -> str:

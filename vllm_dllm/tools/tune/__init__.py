@@ -73,7 +73,8 @@ def run(checkpoint: Path, **options: Any) -> None:
         return
     console = make_console(PIPE_COLUMNS)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with log_folder("tune") as logs, redirect_library_logs(logs):
+    with log_folder("tune") as logs:
+        redirect_library_logs(logs)
         task = _load_task(settings)
         serve_options = serving.serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:

@@ -80,19 +80,17 @@ def test_servers_are_asked_without_a_proxy(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], inside: str
 ) -> None:
     for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with serving.without_proxy():
-        assert os.environ["no_proxy"] == inside
-    assert os.environ.get("no_proxy") == given.get("no_proxy")
+    serving.ask_without_proxy()
+    assert os.environ["no_proxy"] == inside
 
 
-def test_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "example.org")
+def test_limit(make: Make) -> None:
     options = ["--task", "task.yaml", "--limit", "1", "-o", "out"]
     assert cli.main(["eval", make("good", {"Hi!": "DIE"}), *options]) == 0
-    assert os.environ["no_proxy"] == "example.org", "the user's, for what follows"
     (row,) = json.loads(Path("out/eval.json").read_text())["rows"]
     assert (row["prompts"], row["accuracy"], row["stderr"]) == (1, 1.0, None)
 
