@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
+from vllm_dllm.tools.plan import GPUS
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argument takes
 
@@ -285,7 +285,7 @@ COMMANDS = {
         _arg("--memory-gib GIB", "of each GPU (default: its data sheet's)", float),
         _arg("--context TOKENS", "prompt and answer of a request", int, 8192),
         _arg("--tensor-parallel-size N", "GPUs that share the model", int, 1, dest="ranks"),
-        _arg("--kv-cache-dtype", "of keys and values", str, "auto", choices=tuple(ELEMENT_BYTES)),
+        _arg("--kv-cache-dtype", "of keys and values", str, "auto", choices=("auto", "fp8")),
         _arg(
             "--limit-mm-per-prompt JSON",
             """'{"image": 0}' leaves the vision tower out, as it does in vllm serve""",

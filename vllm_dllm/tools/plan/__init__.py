@@ -27,5 +27,3 @@ GPUS = {
     "h200": GPU(139.8, 8192, 1288),
     "b200": GPU(178.4, 16384),
 }
-ELEMENT_BYTES = {"auto": 2, "fp8": 1}
-"""--kv-cache-dtype -> bytes of an element of a key or a value."""

@@ -3,17 +3,19 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from transformers import PretrainedConfig
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.step_sizes import max_canvases_per_step
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import read_shards
 from vllm_dllm.tools.checkpoint_config import read_config
-from vllm_dllm.tools.plan import ELEMENT_BYTES, GPUS
+from vllm_dllm.tools.plan import GPUS
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -21,6 +23,7 @@ MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 WORKSPACE_GIB = 3.0
 """Memory that is assumed for activations, CUDA graphs and libraries. vLLM measures it when it
 starts."""
+KV_DTYPES = {"auto": torch.bfloat16, "fp8": torch.uint8}  # by --kv-cache-dtype
 BLOCK_SIZE = 16  # tokens of a cache block: vLLM's default on GPUs
 
 
@@ -58,7 +61,7 @@ def make_plan(
     memory_gib: float,  # of each GPU
     context: int,
     ranks: int,
-    kv_cache_dtype: str,  # a key of `ELEMENT_BYTES`
+    kv_cache_dtype: str,  # a key of `KV_DTYPES`
     most_images: int | None = None,  # of a prompt; None: any number
 ) -> Plan:
     """Returns the plan for a checkpoint. Raises InputError if the checkpoint cannot be read, or a
@@ -77,7 +80,7 @@ def make_plan(
         workspace=int(WORKSPACE_GIB * GIB),
         sampling=ExtensionConfig().sampling_memory_mib * MIB,
         state=shape.state_bytes(),
-        kv=shape.kv_bytes(context, ELEMENT_BYTES[kv_cache_dtype], ranks),
+        kv=shape.kv_bytes(context, KV_DTYPES[kv_cache_dtype], ranks),
         canvas_length=shape.canvas_length,
         max_context=shape.max_position_embeddings,
         num_heads=shape.num_heads,
@@ -150,25 +153,12 @@ VISION_TOWER = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 MODEL_BYTES = 2  # of an element of an activation or an expected embedding: bf16
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """The sizes of one attention layer's keys and values."""
 
     num_kv_heads: int
     head_size: int  # elements
     window: int | None  # tokens that a row sees; None: all (full attention)
-
-    def bytes_per_token(self, element_bytes: int, ranks: int) -> int:
-        """Returns the bytes of a token's keys and values on one of `ranks` GPUs. Heads are spread
-        over the GPUs. If they are fewer than the GPUs, they are copied."""
-        return 2 * math.ceil(self.num_kv_heads / ranks) * self.head_size * element_bytes
-
-    def num_tokens(self, context: int, canvas_length: int) -> int:
-        """Returns for how many tokens a request keeps keys and values while it denoises the end of
-        a context of `context` tokens: those that the canvas' first row sees, and the canvas."""
-        if self.window is None:
-            return context
-        return min(context, self.window - 1 + canvas_length)
 
 
 @dataclass(frozen=True)
@@ -187,15 +177,25 @@ class Shape:
         position."""
         return self.canvas_length * self.hidden_size * MODEL_BYTES
 
-    def kv_bytes(self, context: int, element_bytes: int, ranks: int) -> int:
+    def kv_bytes(self, context: int, dtype: torch.dtype, ranks: int) -> int:
         """Returns the bytes of the keys and values of a request of `context` tokens on each of
-        `ranks` GPUs, in whole blocks. A layer with a window has one block more, because the window
-        may begin inside of a block."""
+        `ranks` GPUs, as vLLM counts them: in whole blocks, of layers with a window for what the
+        canvas' first row sees, and the canvas. Heads are spread over the GPUs. If they are fewer
+        than the GPUs, they are copied."""
         total = 0
         for layer in self.layers:
-            tokens = layer.num_tokens(context, self.canvas_length)
-            blocks = math.ceil(tokens / BLOCK_SIZE) + (layer.window is not None)
-            total += blocks * BLOCK_SIZE * layer.bytes_per_token(element_bytes, ranks)
+            sizes: dict[str, Any] = {
+                "block_size": BLOCK_SIZE,
+                "num_kv_heads": math.ceil(layer.num_kv_heads / ranks),
+                "head_size": layer.head_size,
+                "dtype": dtype,
+            }
+            if layer.window is None:
+                block, blocks = FullAttentionSpec(**sizes), math.ceil(context / BLOCK_SIZE)
+            else:
+                block = SlidingWindowSpec(**sizes, sliding_window=layer.window)
+                blocks = block.max_admission_blocks_per_request(self.canvas_length, context)
+            total += blocks * block.page_size_bytes
         return total
 
 
