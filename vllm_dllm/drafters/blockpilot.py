@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, save_tensors
 
 HIDDEN_SIZES = {"full": 2048, "small": 64}
@@ -29,14 +30,9 @@ TOP_K = 16  # the largest probabilities, which the small variant gets
 DROPOUT = 0.2
 
 
-class PredictorError(ValueError):
-    """A predictor is missing, or is for another target or drafter. The message is one line for the
-    user."""
-
-
 @dataclass(frozen=True)
 class PredictorConfig:
-    """The contents of the predictor's config.json. Raises PredictorError for values that cannot be
+    """The contents of the predictor's config.json. Raises InputError for values that cannot be
     used."""
 
     variant: str  # a key of HIDDEN_SIZES
@@ -47,22 +43,22 @@ class PredictorConfig:
     hidden_size: int  # of the network's two hidden layers
 
     def __post_init__(self) -> None:
-        """Raises PredictorError for an unknown variant, or for block sizes or a vocabulary that do
+        """Raises InputError for an unknown variant, or for block sizes or a vocabulary that do
         not fit."""
         if self.variant not in HIDDEN_SIZES:
-            raise PredictorError(
+            raise InputError(
                 f"expected a predictor variant of {', '.join(HIDDEN_SIZES)}, got {self.variant!r}"
             )
         sizes = self.block_sizes
         if not sizes or list(sizes) != sorted(set(sizes)):
-            raise PredictorError(f"expected ascending block sizes, got {list(sizes)}")
+            raise InputError(f"expected ascending block sizes, got {list(sizes)}")
         if sizes[0] < 2 or sizes[-1] > self.trained_block_size:
-            raise PredictorError(
+            raise InputError(
                 f"expected block sizes of 2 (the anchor and a token) to {self.trained_block_size}, "
                 f"the block the drafter was trained with, got {list(sizes)}"
             )
         if self.variant == "small" and self.vocab_size < TOP_K:
-            raise PredictorError(
+            raise InputError(
                 f"the small variant takes a vocabulary of at least {TOP_K}, got {self.vocab_size}"
             )
 
@@ -159,16 +155,16 @@ def load_predictor(
     """Returns the predictor in the folder `path`, in eval mode.
 
     Raises:
-        PredictorError: it is missing, or was made for another target or drafter.
+        InputError: it is missing, or was made for another target or drafter.
     """
     config = _read_config(path)
     if config.vocab_size != vocab_size:
-        raise PredictorError(
+        raise InputError(
             f"the predictor {path} was made for a vocabulary of {config.vocab_size}, the target "
             f"has {vocab_size}: calibrate one with this target"
         )
     if config.block_sizes[-1] > trained_block_size:
-        raise PredictorError(
+        raise InputError(
             f"the predictor {path} chooses block sizes up to {config.block_sizes[-1]}, the drafter "
             f"was trained with {trained_block_size}: calibrate one with this drafter"
         )
@@ -178,22 +174,22 @@ def load_predictor(
 
 
 def _read_config(path: Path) -> PredictorConfig:
-    """Returns the configuration of the predictor in the folder `path`. Raises PredictorError if
+    """Returns the configuration of the predictor in the folder `path`. Raises InputError if
     there is none, or it cannot be used."""
     config_file = path / CONFIG_FILE
     if not config_file.is_file():
-        raise PredictorError(
+        raise InputError(
             f"{path} holds no width predictor: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as "
             f"`vllm-dllm drafter calibrate-width` writes them"
         )
     written = json.loads(config_file.read_text())
     if written.get("predictor") != "blockpilot":
-        raise PredictorError(
+        raise InputError(
             f'{config_file}: expected "predictor": "blockpilot", got {written.get("predictor")!r}'
         )
     names = {field.name for field in fields(PredictorConfig)}
     if missing := names - written.keys():
-        raise PredictorError(
+        raise InputError(
             f"{config_file} lacks {', '.join(sorted(missing))}: make the predictor again with "
             f"`vllm-dllm drafter calibrate-width`"
         )

@@ -10,7 +10,7 @@ KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
 
 
 class CheckedDFlash2Speculator(DFlash2Hooks):
-    """vLLM's DFlash2 speculator. Raises DrafterMismatch if the drafter's config is not complete or
+    """vLLM's DFlash2 speculator. Raises InputError if the drafter's config is not complete or
     does not fit the target."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+from vllm_dllm.errors import InputError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -30,10 +32,6 @@ ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next")
 """Keys of a config that say whether the anchor's row predicts the next token."""
 
 PADDING = 1024  # a target's vocabulary may have as many tokens more than its drafter's
-
-
-class DrafterMismatch(ValueError):
-    """Drafter, target and settings do not fit together. The message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,18 @@ def read_layout(
     name: str,  # of the drafter, for errors
     needed: Collection[str] = (),  # more keys that a drafter of this kind has
 ) -> DrafterLayout:
-    """Returns the layout that a drafter's config describes. Raises DrafterMismatch if the config is
-    not that of a DFlash drafter, or not complete, or if the anchor is a prediction."""
+    """Returns the layout that a drafter's config describes. Raises InputError if the config is not
+    that of a DFlash drafter, or not complete, or if the anchor is a prediction."""
     is_speculators = "transformer_layer_config" in config
     inner = config["transformer_layer_config"] if is_speculators else config
     options = config if is_speculators else {**config, **(config.get("dflash_config") or {})}
     if missing := [key for key in needed if options.get(key) is None]:
-        raise DrafterMismatch(
+        raise InputError(
             f"{name} is not complete: expected {', '.join(missing)} in its config, in z-lab's "
             f"layout (dflash_config) or that of speculators (transformer_layer_config)"
         )
     if anchored := next((key for key in ANCHOR_KEYS if options.get(key)), None):
-        raise DrafterMismatch(
+        raise InputError(
             f"{name} predicts a token from the anchor ({anchored} in its config), which DFlash "
             f"here does not: every draft would be off by one token. Use another drafter."
         )
@@ -85,7 +83,7 @@ def read_layout(
             num_target_layers=config.get("num_target_layers"),
         )
     except KeyError as error:
-        raise DrafterMismatch(
+        raise InputError(
             f"{name} is not a DFlash drafter: expected {error.args[0]} in its config, in z-lab's "
             f"layout (dflash_config) or that of speculators (transformer_layer_config)"
         ) from None
@@ -101,7 +99,7 @@ def check_drafter(
     """Returns the drafter's layout, if the drafter fits the target.
 
     Raises:
-        DrafterMismatch: the drafter does not fit the target; the message has all differences.
+        InputError: the drafter does not fit the target; the message has all differences.
     """
     layout = read_layout(drafter_config, drafter, needed)
     text = target_config.get("text_config") or target_config
@@ -123,7 +121,7 @@ def check_drafter(
     if not 0 <= layout.mask_token_id < vocab_size:
         wrong.append(f"mask token {layout.mask_token_id}, {vocab_size} tokens in the target")
     if wrong:
-        raise DrafterMismatch(
+        raise InputError(
             f"the drafter {drafter} does not fit the target {target}: {'; '.join(wrong)}"
         )
     return layout
@@ -131,7 +129,7 @@ def check_drafter(
 
 def check_served_drafter(vllm_config: "VllmConfig", needed: Collection[str] = ()) -> DrafterLayout:
     """Returns the layout of the drafter that a server is told to use. Logs a warning if it is to
-    draft more tokens than it was trained for. Raises DrafterMismatch if its config is not complete
+    draft more tokens than it was trained for. Raises InputError if its config is not complete
     or lacks one of the keys `needed`, or if it does not fit the target."""
     speculation, target = vllm_config.speculative_config, vllm_config.model_config
     draft, num_drafted = speculation.draft_model_config, speculation.num_speculative_tokens
@@ -160,14 +158,14 @@ def check_served_drafter(vllm_config: "VllmConfig", needed: Collection[str] = ()
 def extend_positions(vllm_config: "VllmConfig") -> None:
     """Gives the drafter rotary positions for the longest request, as vLLM 0.33 does: changes the
     drafter's configuration in place. Kernels would read beyond the end of a shorter table. Raises
-    DrafterMismatch if a longer table would rotate otherwise."""
+    InputError if a longer table would rotate otherwise."""
     draft = vllm_config.speculative_config.draft_model_config
     config, needed = draft.hf_config, vllm_config.model_config.max_model_len
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in TABLE_ROPES:
         config.max_position_embeddings = max(config.max_position_embeddings, needed)
     elif draft.max_model_len < needed:
-        raise DrafterMismatch(
+        raise InputError(
             f"the drafter {draft.model} has positions for {draft.max_model_len} tokens, and a "
             f"request may have {needed}. Start with --max-model-len {draft.max_model_len}, or "
             f"without the drafter."

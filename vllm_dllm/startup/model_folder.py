@@ -32,8 +32,8 @@ _TOKENIZERS = (
 
 def check_engine_arguments(arguments: EngineArgs) -> None:
     """Checks what an engine's arguments name: the model, its JSON files, its tokenizer, its
-    architecture and the drafter. Raises ValueError (DrafterMismatch, a subclass, for the config of
-    a DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
+    architecture and the drafter. Raises ValueError (InputError, a subclass, for the config of a
+    DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
     config = read_json(folder / "config.json")
@@ -67,7 +67,7 @@ def _check_tokenizer(folder: Path) -> None:
 
 def _check_drafter(speculative: Mapping[str, Any]) -> None:
     """Raises ValueError if the drafter that `--speculative-config` names is missing, and
-    DrafterMismatch if its folder has the config of no DFlash drafter where it must."""
+    InputError if its folder has the config of no DFlash drafter where it must."""
     drafter = speculative.get("model")
     if not isinstance(drafter, str):
         return

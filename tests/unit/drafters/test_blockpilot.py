@@ -13,11 +13,11 @@ from vllm_dllm.drafters.blockpilot import (
     TOP_K,
     BlockPilot,
     PredictorConfig,
-    PredictorError,
     load_predictor,
     save_predictor,
     summarize_logits,
 )
+from vllm_dllm.errors import InputError
 
 pytestmark = pytest.mark.numerics
 
@@ -136,5 +136,5 @@ def test_not_loaded(case: str, tmp_path: Path) -> None:
         stored = json.loads((tmp_path / "config.json").read_text())
         kept = {key: value for key, value in (stored | changes).items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(kept))
-    with pytest.raises(PredictorError, match=message):
+    with pytest.raises(InputError, match=message):
         load_predictor(tmp_path, **dict(vocab_size=V, trained_block_size=16) | served)

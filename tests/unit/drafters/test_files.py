@@ -16,12 +16,12 @@ from vllm_dllm import plugin
 from vllm_dllm.drafters import layout
 from vllm_dllm.drafters.dflash2 import KEYS
 from vllm_dllm.drafters.layout import (
-    DrafterMismatch,
     check_drafter,
     check_served_drafter,
     extend_positions,
 )
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
+from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.complete_weights import weights_in_parts
 
 Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
@@ -83,7 +83,7 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
     check_drafter(config, target, "drafter", "target", KEYS)
     for key in KEYS[1:3]:
         del config["dflash_config"][key]
-    with pytest.raises(DrafterMismatch, match="expected conv_group_size, selector_rank in its"):
+    with pytest.raises(InputError, match="expected conv_group_size, selector_rank in its"):
         check_drafter(config, target, "drafter", "target", KEYS)
 
 
@@ -127,7 +127,7 @@ def test_requests_longer_than_the_drafters_positions(tmp_path: Path, rope_type: 
     config.model_config.max_model_len = 2048
     draft = config.speculative_config.draft_model_config.hf_config
     if rope_type == "yarn":
-        with pytest.raises(DrafterMismatch, match="positions for 256 tokens, and a"):
+        with pytest.raises(InputError, match="positions for 256 tokens, and a"):
             extend_positions(config)
     else:
         extend_positions(config)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.drafters.layout import DrafterLayout, DrafterMismatch, check_drafter, read_layout
+from vllm_dllm.drafters.layout import DrafterLayout, check_drafter, read_layout
+from vllm_dllm.errors import InputError
 
 # z-lab/Qwen3-8B-DFlash-b16, for Qwen/Qwen3-8B; configs/qwen3-8b-dflash.json of
 # sgl-project/SpecForge.
@@ -72,7 +73,7 @@ def test_an_anchor_that_predicts(key: str) -> None:
     inside, beside, flat = z_lab(), z_lab(), speculators()
     inside["dflash_config"][key] = beside[key] = flat[key] = True
     for config in (inside, beside, flat):
-        with pytest.raises(DrafterMismatch, match=rf"D predicts .* anchor \({key} in its config\)"):
+        with pytest.raises(InputError, match=rf"D predicts .* anchor \({key} in its config\)"):
             read_layout(config, "D")
     beside[key] = False
     read_layout(beside, "D")
@@ -100,7 +101,7 @@ WRONG_TARGETS = {
 @LAYOUT
 def test_another_target(layout: str, case: str) -> None:
     changes, message = WRONG_TARGETS[case]
-    with pytest.raises(DrafterMismatch, match=f"drafter D does not fit the target T: .*{message}"):
+    with pytest.raises(InputError, match=f"drafter D does not fit the target T: .*{message}"):
         check_drafter(LAYOUTS[layout](), TARGET | changes, "D", "T")
 
 
@@ -121,5 +122,5 @@ def test_not_a_drafter(missing: str) -> None:
     config = z_lab()
     del config[missing]
     expected = "mask_token_id" if missing == "dflash_config" else missing
-    with pytest.raises(DrafterMismatch, match=f"D is not a DFlash drafter: expected {expected} in"):
+    with pytest.raises(InputError, match=f"D is not a DFlash drafter: expected {expected} in"):
         read_layout(config, "D")

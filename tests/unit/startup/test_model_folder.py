@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from vllm_dllm.drafters.layout import DrafterMismatch
+from vllm_dllm.errors import InputError
 from vllm_dllm.startup.model_folder import check_engine_arguments, check_model
 
 
@@ -216,7 +216,7 @@ def test_a_drafter_that_names_its_target(clone: Path) -> None:
 def test_a_target_is_no_drafter(clone: Path) -> None:
     large = write(clone / "checkpoints" / "large", num_hidden_layers=2)
     drafter = {"method": "dflash", "model": large}
-    with pytest.raises(DrafterMismatch, match="is not a DFlash drafter: expected mask_token_id"):
+    with pytest.raises(InputError, match="is not a DFlash drafter: expected mask_token_id"):
         check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))
 
 
@@ -224,5 +224,5 @@ def test_a_drafter_in_the_home_folder_is_read(clone: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(clone / "checkpoints"))
     write(clone / "checkpoints" / "large", num_hidden_layers=2)
     drafter = {"method": "dflash", "model": "~/large"}
-    with pytest.raises(DrafterMismatch, match=r"'~/large' .* is not a DFlash drafter"):
+    with pytest.raises(InputError, match=r"'~/large' .* is not a DFlash drafter"):
         check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))

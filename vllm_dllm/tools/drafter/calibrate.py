@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorConfig, save_predictor
+from vllm_dllm.drafters.layout import check_drafter
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.checkpoint_config import read_config
@@ -48,7 +49,7 @@ def calibrate_width(
     resumable.check_out(out)
     model = reference.load_drafter(drafter)
     text_config = read_config(target).get_text_config()
-    reference.check_fit(model.config, text_config, (str(drafter), str(target)))
+    check_drafter(model.config.to_dict(), text_config.to_dict(), str(drafter), str(target))
     sizes = measurements.candidate_sizes(model.config.block_size, radius)
     room = room_for_prompts(text_config.max_position_embeddings, max_tokens)
     sides = measurements.split_prompts(read_prompts(prompts, target, room), HELD_OUT_SHARE, seed)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_dllm.drafters.layout import check_drafter
 from vllm_dllm.tools.drafter.blocks import block_logits, make_blocks, pad_sequences
-from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target, check_fit
+from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import KnownSequence
 
 ANCHORS_PER_FORWARD = 64  # of each sequence, in a forward of the drafter
@@ -58,7 +59,7 @@ def replay(
     """Drafts `draft_width` tokens after every answer token but the last, and counts how many are
     right. Returns one result for each prompt, in their order. Raises InputError if the drafter does
     not fit the target."""
-    check_fit(drafter.config, target.config)
+    check_drafter(drafter.config.to_dict(), target.config.to_dict(), "given", "given")
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
     replayed: dict[int, Replayed] = {}
     for start in range(0, len(order), ROWS_PER_FORWARD):

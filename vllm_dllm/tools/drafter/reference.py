@@ -29,7 +29,6 @@ from transformers import (
 )
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from vllm_dllm.drafters.layout import DrafterMismatch, check_drafter
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, open_shard, save_tensors
 from vllm_dllm.tools.checkpoint_config import read_config
@@ -234,12 +233,3 @@ def load_target(path: Path, device: str) -> Target:
             f"{path} has a weight file that is not whole ({error}): copy or download it again"
         ) from error
     return Target(model.to(device))
-
-
-def check_fit(drafter: Any, target: Any, names: tuple[str, str] = ("given", "given")) -> None:
-    """Raises InputError if the drafter's config does not fit the target's. `names` are those of
-    drafter and target in the message."""
-    try:
-        check_drafter(drafter.to_dict(), target.to_dict(), *names)
-    except DrafterMismatch as error:
-        raise InputError(str(error)) from error

@@ -16,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import Qwen3Config
 
+from vllm_dllm.drafters.layout import check_drafter
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.checkpoint_config import read_config, read_tokenizer
@@ -66,7 +67,8 @@ def train(
     text_config = read_config(target).get_text_config()
     start = reference.load_drafter(init_from) if init_from else None
     config = start.config if start else config_for_target(target, text_config, settings)
-    reference.check_fit(config, text_config, (str(init_from or "asked for"), str(target)))
+    name = str(init_from or "asked for")
+    check_drafter(config.to_dict(), text_config.to_dict(), name, str(target))
     sequences: list[KnownSequence] = []
     questions: list[list[int]] = []
     if from_buffer:
