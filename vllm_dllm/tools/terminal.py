@@ -18,6 +18,14 @@ def make_console(piped_columns: int) -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else piped_columns)
 
 
+def format_size(num_bytes: int) -> str:
+    """Returns a size in bytes, KiB, MiB or GiB, with a column's width."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:6.4g} {units[0]:3}"
+
+
 def print_table(console: Console, table: Table) -> None:
     """Prints a table in which no number is cut. On a terminal that is too narrow its lines go past
     the edge."""

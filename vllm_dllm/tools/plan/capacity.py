@@ -16,6 +16,7 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import read_shards
 from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.plan import GPUS
+from vllm_dllm.tools.terminal import format_size
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -118,7 +119,7 @@ def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
         ("  between steps", plan.state, "an embedding per canvas position"),
     ]
     lines = [f"{name}, {gpus}, {plan.context:,} tokens of context per request", ""]
-    lines += [f"{label:18} {_format_size(size)}   {why}".rstrip() for label, size, why in rows]
+    lines += [f"{label:18} {format_size(size)}   {why}".rstrip() for label, size, why in rows]
     lines += ["", f"Memory has room for {plan.max_requests:,} requests."]
     if plan.context > plan.max_context:
         lines.append(
@@ -141,12 +142,6 @@ def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
             f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."
         )
     return lines
-
-
-def _format_size(num_bytes: int) -> str:
-    """Returns a size in GiB or MiB, with a column's width."""
-    unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
-    return f"{num_bytes / unit:8.2f} {name}"
 
 
 VISION_TOWER = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")

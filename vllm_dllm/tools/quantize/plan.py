@@ -27,6 +27,7 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize.source import Source
+from vllm_dllm.tools.terminal import format_size
 
 PRESETS = {  # of compressed-tensors
     "fp8-dynamic": "FP8_DYNAMIC",
@@ -257,7 +258,7 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
         before, after = before + old, after + new
         numbers = (int(name.partition("layers.")[2].partition(".")[0]) for name in names)
         label = kind.removesuffix(".weight").replace("*", _format_ranges(numbers))
-        lines.append(f"  {label:50} {len(linears):8} {_format_size(old)} {_format_size(new)}")
+        lines.append(f"  {label:50} {len(linears):8} {format_size(old)} {format_size(new)}")
     lines.append(f"  {'total':59} {_format_change(before, after)}")
     lines += ["", f"{'left as it is':52} {'tensors':>8} {'size':>10}"]
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -265,7 +266,7 @@ def describe(plan: Plan, tensors: Mapping[str, TensorInfo]) -> str:
         reasons[reason].append(name)
     for reason, names in sorted(reasons.items()):
         size = _count_bytes(names, tensors)
-        lines.append(f"  {reason:50} {len(names):8} {_format_size(size)}")
+        lines.append(f"  {reason:50} {len(names):8} {format_size(size)}")
     rest = _count_bytes(plan.kept, tensors)
     lines += ["", f"{'checkpoint':61} {_format_change(before + rest, after + rest)}"]
     return "\n".join(lines)
@@ -277,7 +278,7 @@ def _count_bytes(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> int
 
 
 def _format_change(before: int, after: int) -> str:
-    return f"{_format_size(before)} {_format_size(after)} {after / before:7.3f}x"
+    return f"{format_size(before)} {format_size(after)} {after / before:7.3f}x"
 
 
 def _format_ranges(numbers: Iterable[int]) -> str:
@@ -289,10 +290,3 @@ def _format_ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return "{" + ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs) + "}"
-
-
-def _format_size(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:6.4g} {units[0]:3}"

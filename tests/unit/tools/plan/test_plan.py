@@ -116,7 +116,7 @@ def test_command(folder_26b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(folder_26b), "--gpu", "h200"]) == 0
     printed = capsys.readouterr().out
     assert "one h200, 8,192 tokens of context per request" in printed
-    assert "keys and values    413.12 MiB" in printed
+    assert "keys and values   413.1 MiB" in printed
     assert "denoises 24 canvases" in printed
     assert "1,288 tokens per second" in printed
     assert "at most" not in printed
