@@ -75,8 +75,7 @@ def _evaluate_task(
     """Returns the result of a task on the server at `port`. Shows a bar meanwhile, and then a
     line."""
     with progress_bars(console) as progress:
-        count = min(len(task.eval_docs), prompting.limit or len(task.eval_docs))
-        bar = progress.add_task(task.task_name, total=count)
+        bar = progress.add_task(task.task_name, total=prompting.count_prompts(task))
         outcome = evaluate(
             task,
             str(checkpoint),

@@ -84,6 +84,10 @@ class PromptSettings:
     serve_options: Sequence[str] | None
     """Further options for `vllm serve`; None: those that `serving.serve_options` chooses."""
 
+    def count_prompts(self, task: Task) -> int:
+        """Returns how many prompts of a task are sent."""
+        return min(len(task.eval_docs), self.limit or len(task.eval_docs))
+
     def check(self, least_prompts: int = 1) -> None:
         """Raises InputError for settings that cannot be used. A limit must be at least
         `least_prompts`."""

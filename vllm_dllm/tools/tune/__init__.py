@@ -86,7 +86,7 @@ def run(checkpoint: Path, **options: Any) -> None:
         ):
             measure = _make_measure(task, str(checkpoint), port, settings, logs)
             # Prompts alternate between search and confirmation, since files are often sorted.
-            count = _count_prompts(task, settings)
+            count = settings.count_prompts(task)
             tried = _search(
                 run.partial, space, settings.trials, partial(measure, range(0, count, 2)), progress
             )
@@ -119,16 +119,11 @@ def _load_task(settings: Settings) -> Task:
             f"--task must be one task, got '{settings.task}' with {len(tasks)}: {', '.join(tasks)}"
         )
     (task,) = tasks.values()
-    if (count := _count_prompts(task, settings)) < LEAST_PROMPTS:
+    if (count := settings.count_prompts(task)) < LEAST_PROMPTS:
         raise InputError(
             f"task '{task.task_name}' must have at least {LEAST_PROMPTS} prompts, got {count}"
         )
     return task
-
-
-def _count_prompts(task: Task, settings: Settings) -> int:
-    """Returns how many prompts of the task are used, for both halves together."""
-    return min(len(task.eval_docs), settings.limit or len(task.eval_docs))
 
 
 def _make_measure(task: Task, model: str, port: int, settings: Settings, logs: Path) -> Measure:
