@@ -1,5 +1,6 @@
 """A checkpoint's weight files, read without the weights, and written."""
 
+import errno
 import json
 import math
 import reprlib
@@ -59,7 +60,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(dict(tensors), unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{unfinished}: {error}") from error
+        raise OSError(errno.EIO, str(error), str(unfinished)) from error
     unfinished.chmod(path.parent.stat().st_mode & 0o666)  # save_file lets only the owner read
     unfinished.replace(path)
 

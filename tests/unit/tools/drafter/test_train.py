@@ -157,7 +157,7 @@ def test_a_full_disk(
     if file != "state.tmp":
         monkeypatch.setattr(fit, "SAVE_EVERY_S", math.inf)
     out = tmp_path / "dflash"
-    with file_size_limit(50_000), pytest.raises(OSError, match=rf"dflash\.partial/{file}.*: .*"):
+    with file_size_limit(50_000), pytest.raises(OSError, match=rf"dflash\.partial/{file}"):
         train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
 
 
