@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, save_tensors
+from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, load_state, read_json, save_tensors
 
 HIDDEN_SIZES = {"full": 2048, "small": 64}
 CONFIG_FILE = "config.json"
@@ -155,7 +154,7 @@ def load_predictor(
     """Returns the predictor in the folder `path`, in eval mode.
 
     Raises:
-        InputError: it is missing, or was made for another target or drafter.
+        InputError: it is missing or damaged, or was made for another target or drafter.
     """
     config = _read_config(path)
     if config.vocab_size != vocab_size:
@@ -169,7 +168,7 @@ def load_predictor(
             f"was trained with {trained_block_size}: calibrate one with this drafter"
         )
     predictor = BlockPilot(config)
-    predictor.load_state_dict(load_file(path / WEIGHTS_FILE))
+    load_state(predictor, path)
     return predictor.to(device).eval()
 
 
@@ -182,7 +181,7 @@ def _read_config(path: Path) -> PredictorConfig:
             f"{path} holds no width predictor: expected {CONFIG_FILE} and {WEIGHTS_FILE}, as "
             f"`vllm-dllm drafter calibrate-width` writes them"
         )
-    written = json.loads(config_file.read_text())
+    written = read_json(config_file)
     if written.get("predictor") != "blockpilot":
         raise InputError(
             f'{config_file}: expected "predictor": "blockpilot", got {written.get("predictor")!r}'

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_dllm.errors import InputError
 
@@ -63,6 +63,18 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(unfinished)) from error
     unfinished.chmod(path.parent.stat().st_mode & 0o666)  # save_file lets only the owner read
     unfinished.replace(path)
+
+
+def load_state(module: nn.Module, folder: Path) -> None:
+    """Loads the one weight file in `folder` into `module`. Raises InputError if the file is damaged
+    or has other weights, FileNotFoundError if there is none."""
+    with open_shard(folder / WEIGHTS_FILE) as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"the weights in {folder} do not fit its config.json: {reason}") from error
 
 
 def _describe_truncation(path: Path) -> str | None:

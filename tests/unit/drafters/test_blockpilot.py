@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests import tolerances
 from vllm_dllm.drafters.blockpilot import (
@@ -138,3 +138,26 @@ def test_not_loaded(case: str, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(kept))
     with pytest.raises(InputError, match=message):
         load_predictor(tmp_path, **dict(vocab_size=V, trained_block_size=16) | served)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", r"config\.json is not JSON .*: copy or download it again"),
+        ("model.safetensors", r"model\.safetensors is not a whole safetensors file \(.*: copy or"),
+    ],
+)
+def test_cut_short(name: str, message: str, tmp_path: Path) -> None:
+    save_predictor(BlockPilot(config()), tmp_path)
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match=message):
+        load_predictor(tmp_path, vocab_size=V, trained_block_size=16)
+
+
+def test_weights_of_another_predictor(tmp_path: Path) -> None:
+    save_predictor(BlockPilot(config()), tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({"some.weight": torch.zeros(2)}, path)
+    with pytest.raises(InputError, match=r"do not fit its config\.json: .*some\.weight"):
+        load_predictor(tmp_path, vocab_size=V, trained_block_size=16)

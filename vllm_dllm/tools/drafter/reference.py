@@ -30,7 +30,7 @@ from transformers import (
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, open_shard, save_tensors
+from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, load_state, save_tensors
 from vllm_dllm.tools.checkpoint_config import read_config
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -157,13 +157,7 @@ def load_drafter(path: Path) -> DFlashDrafter:
             f"{config.architectures} and {options}"
         )
     drafter = DFlashDrafter(config)
-    with open_shard(path / WEIGHTS_FILE) as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    try:
-        drafter.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"the weights in {path} do not fit its config.json: {reason}") from error
+    load_state(drafter, path)
     return drafter.float().eval()
 
 
