@@ -81,8 +81,16 @@ def check_weight_files(vllm_config: VllmConfig) -> None:
     known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
     # vLLM handles formats that are asked for by name, and safetensors of other names.
     unread = load_format == "auto" and folder.is_dir() and not any(folder.glob("*.safetensors"))
-    if (known or unread) and load_format != "dummy":
+    if (known and load_format in _FORMATS_OF_INDEX) or unread:
         read_shards(folder)
+
+
+_FORMATS_OF_INDEX = {
+    *("auto", "hf", "safetensors"),
+    *("fastsafetensors", "instanttensor", "runai_streamer"),
+}
+"""vLLM's load formats that read the files of an index. Beside those of another, such as
+`sharded_state`, an index may be left over from the checkpoint that they were made from."""
 
 
 def check_stop_tokens(vllm_config: VllmConfig) -> None:

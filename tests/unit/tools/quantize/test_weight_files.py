@@ -105,7 +105,7 @@ def test_the_first_tensor_that_is_cut_is_named(files: Path, lost: int) -> None:
 
 
 def test_a_server_looks_before_it_starts(fp8: Path, tmp_path: Path) -> None:
-    """Unless it makes the weights up."""
+    """Unless it makes the weights up, or takes them from other files or none."""
     path = Path(shutil.copytree(fp8, tmp_path / "damaged"))
 
     def create_config(**options: str) -> None:
@@ -117,4 +117,5 @@ def test_a_server_looks_before_it_starts(fp8: Path, tmp_path: Path) -> None:
     cut(SECOND, -1)(path)
     with pytest.raises(ValueError, match=re.escape(SECOND)):
         create_config()
-    create_config(load_format="dummy")
+    for other in ("dummy", "sharded_state", "tensorizer", "ipc_cache", "pt"):
+        create_config(load_format=other)
