@@ -58,9 +58,10 @@ class _FirstError(logging.Handler):
         path = os.environ.get(FILE)
         if error is None or path is None or not _ends_start(record):
             return
-        # A full disk must not hide the error itself.
-        with contextlib.suppress(OSError), open(path, "x", opener=_open_for_owner) as file:
-            file.write(one_line(error))
+        # Neither a full disk nor a name that no text can hold must hide the error itself.
+        data = one_line(error).encode(errors="backslashreplace")
+        with contextlib.suppress(OSError), open(path, "xb", opener=_open_for_owner) as file:
+            file.write(data)
         if not shows_tracebacks():
             record.exc_info = None
             if record.name == log_lines.ENGINE and multiprocessing.parent_process() is not None:
@@ -134,7 +135,7 @@ def discard_first_error() -> None:
 def take_first_error() -> str | None:
     """Returns the error that a child left, and deletes its file; None if no child left one."""
     path = Path(os.environ[FILE])
-    line = path.read_text() if path.exists() else None
+    line = path.read_text("utf-8") if path.exists() else None
     path.unlink(missing_ok=True)
     return line
 

@@ -40,9 +40,11 @@ if __name__ == "__main__":
 """
 
 
-def run_apart(program: Path, *words: str, level: str | None) -> "subprocess.CompletedProcess[str]":
+def run_apart(
+    program: Path, *words: str, level: str | None, **variables: str
+) -> "subprocess.CompletedProcess[str]":
     """`level`: of `VLLM_LOGGING_LEVEL`."""
-    env = {"TMPDIR": str(program.parent), "PYTHONPATH": ":".join(sys.path)}
+    env = {"TMPDIR": str(program.parent), "PYTHONPATH": ":".join(sys.path)} | variables
     return run(
         sys.executable, program, *words, env=env | ({"VLLM_LOGGING_LEVEL": level} if level else {})
     )
@@ -66,6 +68,22 @@ def test_the_first_error_of_a_child(tmp_path: Path, method: str) -> None:
         "Error: head_size must be 64, got 65",
     ]
     assert not list(tmp_path.glob("*.error"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, r"\u65e5\xfc\udce9"),  # ASCII, and nothing else
+        ({"PYTHONUTF8": "1"}, r"日ü\udce9"),
+    ],
+)
+def test_letters_of_other_encodings(tmp_path: Path, variables: dict[str, str], shown: str) -> None:
+    """Of a folder's name, the last a byte that is no UTF-8."""
+    program = tmp_path / "program.py"
+    text = PROGRAM.replace("{error}", "RuntimeError(ENGINE_FAILED)")
+    program.write_text(text.replace("head_size", r"日ü\udce9"), "utf-8")
+    done = run_apart(program, "serve", "spawn", level=None, **variables)
+    assert done.stderr.splitlines()[-1] == f"Error: {shown} must be 64, got 65"
 
 
 def test_another_error_of_the_parent_stays_as_it_is(tmp_path: Path) -> None:
