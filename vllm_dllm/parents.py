@@ -1,10 +1,18 @@
-"""Ends a server's process when the process that started it is gone."""
+"""Which process started this one, and an end when it is gone."""
 
 import multiprocessing
 import os
 import threading
 
 _WATCH = "ParentWatch"
+
+
+def has_parent() -> bool:
+    """Whether Python's multiprocessing started this process. `parent_process` says so only when
+    the process' function runs. What the function needs is imported before that, and vLLM with it.
+    """
+    is_named = multiprocessing.current_process().name != "MainProcess"
+    return is_named or multiprocessing.parent_process() is not None
 
 
 def end_with_parent() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.config.workers import CPU_IMPORTS, cpu_variables
 from vllm_dllm.cpu.compat import engine_processes
-from vllm_dllm.parents import end_with_parent
+from vllm_dllm.parents import end_with_parent, has_parent
 
 READ_BY_LIBRARIES = (
     *("GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON"),
@@ -168,7 +168,7 @@ def start_early(arguments: Sequence[str]) -> None:
     """Starts the fork server of `vllm serve` for a model of ours, before the process imports vLLM
     itself. Does nothing in child processes, and for other commands and models, which start it with
     their engine if they need it. `arguments`: the command line."""
-    if multiprocessing.parent_process() is None and serves_our_model(arguments):
+    if not has_parent() and serves_our_model(arguments):
         ensure_running(
             (*engine_processes.MODULES, *CPU_IMPORTS),
             engine_processes.engine_variables() | cpu_variables(os.environ),

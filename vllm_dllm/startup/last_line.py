@@ -12,7 +12,6 @@ it last.
 import contextlib
 import importlib
 import logging
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from vllm_dllm.compat import log_lines
 from vllm_dllm.config.checks import describe_unknown_name
+from vllm_dllm.parents import has_parent
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable with the path of the file that a child writes its first error to."""
@@ -37,7 +37,7 @@ def install() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _FirstError) for handler in logger.handlers):
             logger.addHandler(_FirstError())
-    if multiprocessing.parent_process() is None and not isinstance(sys.excepthook, _LastLine):
+    if not has_parent() and not isinstance(sys.excepthook, _LastLine):
         os.environ[FILE] = str(Path(tempfile.gettempdir()) / f"vllm-dllm-{uuid.uuid4()}.error")
         sys.excepthook = _LastLine()
 
@@ -64,7 +64,7 @@ class _FirstError(logging.Handler):
             file.write(data)
         if not shows_tracebacks():
             record.exc_info = None
-            if record.name == log_lines.ENGINE and multiprocessing.parent_process() is not None:
+            if record.name == log_lines.ENGINE and has_parent():
                 raise SystemExit(1)
 
 
@@ -128,7 +128,7 @@ def _describe_unforeseen(error: BaseException) -> str:
 def discard_first_error() -> None:
     """Deletes the error that a child left, so that it is not taken for one of the engine that this
     process starts next. Does nothing in child processes."""
-    if multiprocessing.parent_process() is None:
+    if not has_parent():
         take_first_error()
 
 

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.paths import ROOT
+import pytest
+
+from tests.paths import CHECKPOINTS, ROOT
 from tests.processes import output_of, run
 
 BROKEN = """
@@ -122,3 +124,31 @@ def test_no_warning_of_shared_memory_follows_the_last_line() -> None:
         for word in ("checked", "unchecked")
     ]
     assert said[0] == "" and "leaked shared_memory" in said[1]
+
+
+SPAWNED = """
+import multiprocessing, os, sys
+from vllm_dllm.startup import installation, last_line
+
+installation.check()  # vLLM calls it while it is imported
+
+def show():
+    print(os.environ[last_line.FILE], flush=True)
+
+if __name__ == "__main__":
+    show()
+    child = multiprocessing.get_context(sys.argv[3]).Process(target=show)
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("model", ["a model of the hub", str(CHECKPOINTS / "sdar-tiny")])
+def test_in_processes_of_a_server(tmp_path: Path, model: str, method: str) -> None:
+    """A spawned process has no parent yet when it imports vLLM. There it took itself for the first
+    one: its errors went to a file that nobody reads, and it failed to start a fork server."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNED)
+    first, spawned = output_of(sys.executable, program, "serve", model, method).splitlines()
+    assert first == spawned
