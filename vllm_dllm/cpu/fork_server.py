@@ -46,17 +46,20 @@ IMPORTS = "_VLLM_DLLM_FORK_SERVER_IMPORTS"
 
 _environment: dict[str, str] | None = None
 """The environment in which this process started its fork server; None if it started none."""
+_failure: OSError | None = None
+"""Why the fork server could not be started."""
 
 
 def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     """Starts the fork server if this process has none, without waiting for it. Does nothing in a
-    forked process, and in versions of Python whose fork server is open to all users.
+    forked process, and in versions of Python whose fork server is open to all users. Where Python
+    cannot start it, such as for its socket's folder, remembers why.
 
     Args:
         imports: modules that the server imports.
         variables: additions to its environment, which this process will have later.
     """
-    global _environment
+    global _environment, _failure
     if is_forked() or getattr(forkserver._forkserver, "_forkserver_pid", None) is not None:
         return
     if sys.version_info < (3, 11, 1):  # its socket would be open to all users, CVE-2022-42919
@@ -67,6 +70,8 @@ def ensure_running(imports: Sequence[str], variables: Mapping[str, str] | None =
     os.environ.update(_environment, **{PARENT: str(os.getpid()), IMPORTS: " ".join(imports)})
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        _environment, _failure = None, error
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -77,6 +82,8 @@ def find_fork_obstacle() -> str | None:
     the log, or None if it would not."""
     if is_forked():
         return None
+    if _failure is not None:
+        return f"the fork server does not start ({_failure})"
     if _environment is None:
         return "this process has a fork server of its own"
     if changed := changed_variables(_environment, os.environ):

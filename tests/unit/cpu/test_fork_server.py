@@ -91,6 +91,22 @@ if __name__ == "__main__":
 """
 
 
+WITHOUT = """
+from vllm_dllm.cpu import fork_server
+
+fork_server.ensure_running(["colorsys"])
+print(fork_server.find_fork_obstacle())
+"""
+
+
+def test_without_room_for_its_socket(tmp_path: Path) -> None:
+    """Processes are spawned, and nothing else of a start is left out."""
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    done = run(sys.executable, "-c", WITHOUT, variables={"TMPDIR": str(folder)})
+    assert done.stdout == "the fork server does not start (AF_UNIX path too long)\n", done.stderr
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "program.py"
