@@ -13,6 +13,8 @@ from vllm.platforms import current_platform
 
 from vllm_dllm.compat import log_lines, startup
 from vllm_dllm.compat.drafting import is_dflash, is_dflash2
+from vllm_dllm.compat.patching import is_server
+from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
@@ -38,12 +40,16 @@ def install() -> None:
 
 def _check_arguments(arguments: EngineArgs) -> None:
     """Raises ValueError if the model, the drafter or the chat template that an engine's arguments
-    name cannot be served, or a variable cannot be read. Logs which packages are left out."""
+    name cannot be served, a variable cannot be read, or there is no room for the name of a socket
+    of canvases, which a server makes when its engine has started. Logs which packages are left out.
+    """
     last_line.discard_first_error()
     if current_platform.is_cpu():
         from vllm_dllm.cpu.install import check_variables
 
         check_variables(os.environ)
+    if is_server() and (folder := canvas_feeds.socket_folder()) is not None:
+        canvas_feeds.socket_path(folder, canvas_feeds.new_random_name())
     check_engine_arguments(arguments)
     check_chat_template(Path(arguments.model))
     if installation.left_out:

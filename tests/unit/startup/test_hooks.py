@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers import launcher
 
 from vllm_dllm.compat import log_lines, startup
@@ -16,6 +17,7 @@ from vllm_dllm.compat.log_lines import (
     WRONG_CPU_WARNINGS,
     WRONG_WARNINGS,
 )
+from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks
 
@@ -148,6 +150,15 @@ def test_an_engine_that_ends_with_its_program_is_expected_to(
         logger.warning(ENGINE_GONE)
         logger.warning("another")
     assert [record.msg for record in caplog.records] == [ENGINE_GONE, "another"][has_ended:]
+
+
+def test_no_room_for_canvases_is_said_before_the_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a server; `launcher` is imported above."""
+    monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path / ("x" * 100)))
+    with pytest.raises(ValueError, match=r"^VLLM_RPC_BASE_PATH must leave room"):
+        hooks._check_arguments(EngineArgs("no such model"))
 
 
 def test_a_port_that_there_is_not() -> None:
