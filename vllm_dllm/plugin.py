@@ -1,11 +1,9 @@
 """Installs the extension: vLLM calls `register`, in `vllm.general_plugins`, in each process."""
 
-import logging
-
 from vllm import ModelRegistry
 from vllm.logger import init_logger
 
-from vllm_dllm.compat import version
+from vllm_dllm.compat import log_lines, version
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES, register_configs
 
 logger = init_logger(__name__)
@@ -17,9 +15,7 @@ def register() -> None:
     With a vLLM that is not supported, logs that and installs only a placeholder for DiffusionGemma,
     which raises an error when a server loads it.
     """
-    # Ours are children of vLLM's logger, so that they have its handlers and level, even if vLLM
-    # configures logging later.
-    logging.getLogger("vllm_dllm").parent = logging.getLogger("vllm")
+    log_lines.log_as_vllm_does()
     # A placeholder until the end of `_install`. If that fails, vLLM logs it and goes on, and would
     # serve its own class of this name.
     ModelRegistry.register_model(DIFFUSION_GEMMA, f"{version.__name__}:{DIFFUSION_GEMMA}")

@@ -1,17 +1,20 @@
 """The plugin as vLLM meets it: by its entry point, in every process, more than once."""
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
 from vllm import ModelRegistry
 
-from tests.processes import run
+from tests.paths import CHECKPOINTS
+from tests.processes import output_of, run
 from vllm_dllm import plugin
 from vllm_dllm.startup import installation
 
@@ -63,6 +66,26 @@ def test_vllm_loads_it_and_shows_its_log() -> None:
     assert "Failed to load plugin" not in output
     (line,) = [line for line in output.splitlines() if "hello from the extension" in line]
     assert "INFO" in line  # vLLM's format
+
+
+LOGS_OF_A_USER = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+
+EngineArgs(sys.argv[1], enforce_eager=True, max_model_len=512).create_engine_config()
+"""
+
+
+@pytest.mark.slow
+def test_a_logging_configuration_of_the_users(tmp_path: Path) -> None:
+    """Without `disable_existing_loggers`, as in vLLM's examples: ours are not among vLLM's."""
+    file = tmp_path / "logging.json"
+    handlers = {"h": {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}}
+    loggers = {"vllm": {"handlers": ["h"], "level": "INFO", "propagate": False}}
+    file.write_text(json.dumps({"version": 1, "handlers": handlers, "loggers": loggers}))
+    env = os.environ | {"VLLM_LOGGING_CONFIG_PATH": str(file)}
+    said = output_of(sys.executable, "-c", LOGS_OF_A_USER, CHECKPOINTS / "sdar-tiny", env=env)
+    assert "requests at once." in said, said
 
 
 def test_register_is_repeatable() -> None:

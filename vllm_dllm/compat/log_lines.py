@@ -62,6 +62,17 @@ ENGINE_GONE = "[shutdown] MPClient: engine core exited unexpectedly; starting cl
 """What `CLIENT` warns of an engine that ends. At the end of a user's program it is expected to."""
 
 
+def log_as_vllm_does() -> None:
+    """Makes this project's loggers children of vLLM's, with its handlers and level, and enables
+    them if it is enabled. A user's logging configuration disables all loggers that there are but
+    those below the ones that it names, unless it says otherwise. Repeatable."""
+    vllms = logging.getLogger("vllm")
+    logging.getLogger("vllm_dllm").parent = vllms
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "vllm_dllm" and isinstance(logger, logging.Logger):
+            logger.disabled = vllms.disabled
+
+
 def drop_wrong_warnings() -> None:
     """Has vLLM's loggers drop `WRONG_WARNINGS` that name only our classes, and `ENGINE_GONE` at the
     end of a program. Repeatable."""

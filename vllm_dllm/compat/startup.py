@@ -5,7 +5,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import configure_logging_if_needed
 
+from vllm_dllm.compat.log_lines import log_as_vllm_does
 from vllm_dllm.compat.patching import set_entry, wrap
 
 
@@ -14,10 +16,12 @@ def set_config_hooks(
 ) -> None:
     """Patches vLLM's making of its configuration. `check` is called with an engine's arguments
     before vLLM looks for the model. `complete` is called with the configuration made from them,
-    which it may change in place. Repeatable."""
+    which it may change in place. Logging is configured before both. Repeatable."""
 
     @wrap("engine.arg_utils:EngineArgs.create_engine_config")
     def create_engine_config(stock: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        configure_logging_if_needed(self.create_logging_config())
+        log_as_vllm_does()
         check(self)
         config: VllmConfig = stock(self, *args, **kwargs)
         complete(config)
