@@ -9,6 +9,7 @@ child also writes the exception's message to a file, whose name it inherits, and
 it last.
 """
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -40,6 +41,7 @@ def install() -> None:
     if not has_parent() and not isinstance(sys.excepthook, _LastLine):
         os.environ[FILE] = str(Path(tempfile.gettempdir()) / f"vllm-dllm-{uuid.uuid4()}.error")
         sys.excepthook = _LastLine()
+        atexit.register(discard_first_error)  # of an error that the program handled
 
 
 def shows_tracebacks() -> bool:

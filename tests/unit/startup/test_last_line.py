@@ -70,6 +70,11 @@ def test_the_first_error_of_a_child(tmp_path: Path, method: str) -> None:
     assert not list(tmp_path.glob("*.error"))
 
 
+def test_no_file_is_left_of_an_error_that_is_handled(tmp_path: Path) -> None:
+    last_words(tmp_path, "SystemExit(1)")
+    assert not list(tmp_path.glob("*.error"))
+
+
 @pytest.mark.parametrize(
     ("variables", "shown"),
     [
