@@ -158,7 +158,7 @@ def test_no_room_for_canvases_is_said_before_the_engine_starts(
     """In a server; `launcher` is imported above."""
     monkeypatch.setenv(canvas_feeds.FOLDER, str(tmp_path / ("x" * 100)))
     with pytest.raises(ValueError, match=r"^VLLM_RPC_BASE_PATH must leave room"):
-        hooks._check_arguments(EngineArgs("no such model"))
+        hooks._check_arguments(EngineArgs(str(tmp_path)))
 
 
 def test_a_port_that_there_is_not() -> None:
