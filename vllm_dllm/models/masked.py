@@ -58,7 +58,9 @@ class MaskedModel:
         Raises ValueError, naming the tensor, if one is missing, unknown, of another shape, not all
         numbers, or an impossible scale.
         """
-        complete = CompleteWeights(self, self.packed_modules_mapping, self.names)
+        # A server that has slept loads again, into a head and embeddings that are not tied yet.
+        tied = ("lm_head.",) if self.config.tie_word_embeddings else ()
+        complete = CompleteWeights(self, self.packed_modules_mapping, self.names, optional=tied)
         counted = check_numbers(complete.count(weights))
         advice = "Check that its files are complete and belong together."
         with errors_at_a_tensor(complete, advice):

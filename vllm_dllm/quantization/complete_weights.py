@@ -118,11 +118,18 @@ def name_in_checkpoint(name: str, mapper: WeightsMapper) -> str:
     return name
 
 
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of `model` by the names that they have without LoRA, which wraps layers
+    once they are loaded. A server that has slept loads them again."""
+    for name, module in model.named_modules():
+        yield name.replace(".base_layer", ""), module
+
+
 def _required_parameters(model: nn.Module) -> Iterator[str]:
     """Yields the names of parameters that a checkpoint must hold. Of parameters that are tied, it
     yields only the first."""
     seen = set[int]()
-    for name, module in model.named_modules():
+    for name, module in _named_modules(model):
         method = getattr(module, "quant_method", None)
         if isinstance(method, BaseKVCacheMethod):
             continue
@@ -142,7 +149,7 @@ def _joined_layers(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields the name of each layer of `model` that joins several of the checkpoint's layers, and
     the names of these. Experts of other ranks are left out."""
-    for name, module in model.named_modules():
+    for name, module in _named_modules(model):
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, RoutedExperts):
             experts, is_here = name.removesuffix(".routed_experts"), module.expert_map

@@ -5,10 +5,20 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from vllm.config.lora import LoRAConfig
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from tests.engine.masked import CONFIGS, build, published_weights
 from tests.unit.models.building import build_any
@@ -25,17 +35,23 @@ def make(folder: Path, architecture: str, device: str) -> tuple[nn.Module, dict[
     """A model as it is served, without weights, and weights on `device` by their published
     names."""
     plugin.register()
+    config = write_config(folder, architecture)
+    served, _ = build_any(folder, "meta", "float32")
+    with torch.device(device):
+        return served, published_weights(build(architecture, config), architecture)
+
+
+def write_config(folder: Path, architecture: str, **changes: Any) -> dict[str, Any]:
     config = CONFIGS[architecture] | {
         "architectures": [architecture],
         "vocab_size": 512,
         "mask_token_id": 500,
         "eos_token_id": 1,
         "pad_token_id": 0,
+        **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    served, _ = build_any(folder, "meta", "float32")
-    with torch.device(device):
-        return served, published_weights(build(architecture, config), architecture)
+    return config
 
 
 @pytest.mark.slow
@@ -72,6 +88,38 @@ def test_a_wrong_tensor_is_named(tmp_path: Path, architecture: str, kind: str) -
     shape = list(wrong[name].shape)
     with pytest.raises(ValueError, match=re.escape(f"at {name} of shape {shape}: {complaint}")):
         served.load_weights(iter(wrong.items()))
+
+
+@pytest.mark.parametrize("architecture", ["SDARForCausalLM", "NemotronLabsDiffusionModel"])
+@pytest.mark.parametrize("kind", ["tied", "adapters"])
+def test_weights_are_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, kind: str
+) -> None:
+    """As after a sleep, which only GPUs do. vLLM then gives each layer tensors of its own, so that
+    tied ones are two, and adapters have wrapped the layers."""
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):  # CPUs pack weights
+        monkeypatch.setattr(method, "process_weights_after_loading", lambda *_: None)
+    plugin.register()
+    config = write_config(tmp_path, architecture, tie_word_embeddings=kind == "tied")
+    weights = published_weights(build(architecture, config), architecture)
+    if kind == "tied":
+        weights = {name: weights[name] for name in weights if "_head." not in name}
+    save_file(weights, tmp_path / "model.safetensors")
+    served, vllm_config = build_any(tmp_path, "cpu", "float32")
+    served.load_weights(iter(weights.items()))
+    if kind == "adapters":
+        device, lora = torch.device("cpu"), LoRAConfig(lora_dtype=torch.float32)
+        LoRAModelManager(served, 8, 64, 512, lora, device, vllm_config)
+    initialize_layerwise_reload(served)
+    served.load_weights((name, weight + 1) for name, weight in weights.items())
+    finalize_layerwise_reload(served, vllm_config.model_config)
+    first = "model.embed_tokens.weight"
+    loaded = dict(served.named_parameters())[first]
+    name = first if first in weights else "encoder.embed_tokens.weight"
+    assert torch.equal(loaded, weights[name] + 1)
+    left = [name for name in weights if "v_proj" not in name]
+    with pytest.raises(ValueError, match=r"no weights for .*layers\.0\.self_attn\.v_proj\.weight"):
+        served.load_weights((name, weights[name]) for name in left)
 
 
 def test_a_wrong_scale_is_named(tmp_path: Path) -> None:
