@@ -70,6 +70,20 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
             {"diffusion_config": {"canvas_length": 6}},
             "canvas_length in --diffusion-config must be a multiple of the 32 tokens",
         ),
+        (
+            MOVING,
+            {
+                "data_parallel_size": 2,
+                "hf_overrides": {
+                    "quantization_config": {
+                        "quant_method": "compressed-tensors",
+                        "format": "float-quantized",
+                        "config_groups": {},
+                    }
+                },
+            },
+            "data_parallel_size must be 1 for this model with quantised experts on CPUs, got 2",
+        ),
     ],
 )
 def test_refused_servers(made: GetMade, family: str, options: dict[str, Any], error: str) -> None:

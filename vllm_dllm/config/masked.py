@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_dllm.config import architectures
 from vllm_dllm.config.architectures import Family
@@ -84,12 +85,21 @@ class MaskedConfig:
                     f"got {edit_tokens[0]!r} and {edit_tokens[1]!r}. Correct them, or pass "
                     f'--hf-overrides \'{{"delete_token_id": ..., "split_token_id": ...}}\'.'
                 )
-        if getattr(hf_config, "expert_capacity", None) and length % hf_config.block_size != 0:
-            raise ValueError(
-                f"canvas_length in --diffusion-config must be a multiple of the "
-                f"{hf_config.block_size} tokens (block_size in config.json) that choose their "
-                f"experts together, got {length}. Pass another one or leave it out."
-            )
+        if getattr(hf_config, "expert_capacity", None):
+            if length % hf_config.block_size != 0:
+                raise ValueError(
+                    f"canvas_length in --diffusion-config must be a multiple of the "
+                    f"{hf_config.block_size} tokens (block_size in config.json) that choose their "
+                    f"experts together, got {length}. Pass another one or leave it out."
+                )
+            engines = vllm_config.parallel_config.data_parallel_size
+            if engines > 1 and model_config.quantization and current_platform.is_cpu():
+                raise ValueError(
+                    f"data_parallel_size must be 1 for this model with quantised experts on CPUs, "
+                    f"got {engines}: the rows of a block choose their experts together, and there "
+                    f"those of all engines choose at once. Use several servers, or "
+                    f"--tensor-parallel-size."
+                )
         return cls(length, in_flight, mask_id, family, edit_tokens)
 
     def check_cache_page(self, page: int) -> None:
