@@ -99,8 +99,10 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
 
     def block_emitted(self, request: Request, block_length: int) -> None:
         """Adds the emitted tokens to the buffer if they come from a verification, right after
-        `drafts_verified` of the same request."""
-        if self._buffer is not None and self._just_verified == request.request_id:
+        `drafts_verified` of the same request. Leaves out requests of which the target has read more
+        than their tokens: training knows only these."""
+        is_verified = self._just_verified == request.request_id
+        if self._buffer is not None and is_verified and has_only_tokens(request):
             anchor = request.num_tokens - block_length - 1
             self._buffer.add_block(request.all_token_ids, anchor, block_length - 1)
         self._just_verified = None
@@ -128,6 +130,13 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         """Forgets an ended request."""
         self._draft_widths.pop(request.request_id, None)
         self._policy.request_ended(request.request_id)
+
+
+def has_only_tokens(request: Request) -> bool:
+    """Returns whether what the target reads of `request` follows from its tokens and the target's
+    own weights: it has no embeddings, images or LoRA adapter."""
+    beside = (request.prompt_embeds, request.lora_request)
+    return not request.mm_features and all(each is None for each in beside)
 
 
 def describe_step(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:

@@ -4,11 +4,16 @@ import json
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.unit.config.test_files import room_for
 from vllm_dllm.drafters.buffer import NUM_SHARDS, QUEUE_LENGTH, BlockBuffer
+from vllm_dllm.drafters.scheduler import DraftWidthScheduler
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.sequences import KnownSequence, read_buffer
 
@@ -153,3 +158,25 @@ def test_refuses_what_is_no_buffer(tmp_path: Path, content: str | None, message:
 def test_refuses_sizes_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got 3 bytes and one in 1"):
         BlockBuffer(tmp_path, max_bytes=3)
+
+
+@pytest.mark.parametrize(
+    ("beside", "kept"),
+    [
+        pytest.param({}, True, id="tokens alone"),
+        pytest.param({"prompt_embeds": torch.zeros(2, 4)}, False, id="embeddings"),
+        pytest.param({"mm_features": ["an image"]}, False, id="an image"),
+        pytest.param({"lora_request": "an adapter"}, False, id="an adapter"),
+    ],
+)
+def test_blocks_that_their_tokens_do_not_explain_are_left_out(
+    beside: dict[str, Any], kept: bool
+) -> None:
+    """Training computes the target's states from the tokens, which are 0 for embeddings."""
+    plain = {"prompt_embeds": None, "mm_features": [], "lora_request": None}
+    request = SimpleNamespace(request_id="a", num_tokens=5, all_token_ids=[1, 2, 3, 4, 5])
+    vars(request).update(plain | beside)
+    scheduler = DraftWidthScheduler.__new__(DraftWidthScheduler)
+    scheduler._buffer, scheduler._just_verified = Mock(), "a"
+    scheduler.block_emitted(request, 2)
+    assert scheduler._buffer.add_block.called == kept
