@@ -20,7 +20,7 @@ _MAX_ENTRIES = 300
 """The most entries of an object or a list in a JSON schema."""
 _MAX_REPETITIONS = 10_000
 _COUNT_KEYS = ("minItems", "maxItems", "minProperties", "maxProperties")
-_VALUE_KEYS = ("enum", "const", "required", "default", "examples")
+VALUE_KEYS = ("enum", "const", "required", "default", "examples")
 """Keys whose values are no schemas, and cost little."""
 _MAX_COMPILED = 256
 
@@ -105,7 +105,7 @@ def check_schema_size(schema: Any, path: str = "#") -> None:
                 _check_count(len(value), place)
                 for name, entry in value.items():
                     check_schema_size(entry, f"{place}/{name}")
-            elif key not in _VALUE_KEYS:
+            elif key not in VALUE_KEYS:
                 check_schema_size(value, place)
     elif isinstance(schema, list):
         _check_count(len(schema), path)

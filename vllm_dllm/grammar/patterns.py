@@ -38,7 +38,11 @@ _NARROWED = ("date", "time", "date-time", "email")
 """Formats for which llguidance allows more than `FORMATS`."""
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 """Keys whose values are no schemas."""
-_NEGATED_CLASS = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_NEGATED_CLASS = re.compile(
+    r"\\.|\[\^((?:\\.|[^\]\\])+)\]|\[(?:\\.|[^\]\\])*\]"
+    r"|\[.*",  # a class that never ends: looked for once, not from each of its brackets
+    re.DOTALL,
+)
 
 
 def mend_patterns(schema: Any) -> Any:
@@ -73,7 +77,7 @@ def _exclude_nul(match: re.Match[str]) -> str:
     """Returns the replacement for a match of `_NEGATED_CLASS`: the class without NUL. Escapes,
     plain classes and classes that were mended before stay as they are."""
     excluded = match.group(1)
-    # No negated class but an escape or a plain class; or a class that was mended before.
+    # No negated class but an escape, a plain class or an unclosed one; or one mended before.
     if excluded is None or excluded.startswith(r"\x00["):
         return match.group()
     inner = rf"\{excluded}" if excluded.startswith("^") else excluded
@@ -105,7 +109,7 @@ def check_alone(kind: Literal["regex", "json_schema"], spec: str, path: str) -> 
 def _has_outer_alternatives(pattern: str) -> bool:
     """Returns whether a pattern has a `|` outside of all parentheses and classes."""
     depth = 0
-    for sign in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+    for sign in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\[.*|.", pattern, re.DOTALL):
         depth += (sign == "(") - (sign == ")")
         if sign == "|" and depth == 0:
             return True

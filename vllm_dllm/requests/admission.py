@@ -22,6 +22,7 @@ from vllm_dllm.requests.limits import (
     check_first_token,
     check_logprobs,
     check_numbers,
+    check_prediction_text,
     check_prompt,
     check_request_limits,
     check_sampler_limits,
@@ -91,6 +92,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     options = _read_options(params, served)
     if served.limits is not None:
         check_request_limits(served.limits, params, options)
+        check_prediction_text(served.limits, options, served.tokenizer)
     if served.family is not None and not served.family.is_causal:
         for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
             if getattr(params, name) is not None:

@@ -49,7 +49,7 @@ def check_request_body(
     for place, name in _names_in_body(body):
         if (key := _find_key(name)) is not None:
             raise VLLMValidationError(
-                f"{name} belongs in vllm_xargs, got it in {place or 'the body'}. Write "
+                f"{name} belongs in vllm_xargs, got it in {_describe(place)}. Write "
                 f'"vllm_xargs": {{"{key}": ...}}; with the OpenAI client, '
                 f'extra_body={{"vllm_xargs": {{"{key}": ...}}}}.',
                 parameter=name,
@@ -73,19 +73,19 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         VLLMValidationError: answered with HTTP 400; says what came and what to do.
     """
     begin_http_request(adds_up=False)
-    extra_args = "sampling_params.extra_args"
-    names = [
-        (name, place)
+    names = (
+        (name, _describe(place))
         for place, name in _names_in_body(body)
-        if place != extra_args and _find_key(name) is not None
-    ]
-    if "vllm_xargs" in body:
-        names.append(("vllm_xargs", ""))
-    if names:
-        name, place = names[0]
-        remedy = f"Put it into {extra_args}" if "sampling_params" in body else "Leave it out"
+        if place != _EXTRA_ARGS and _find_key(name) is not None
+    )
+    name, place = next(names, (None, _describe(None)))
+    if name is None and "vllm_xargs" in body:
+        name = "vllm_xargs"
+    if name is not None:
+        own_place = "Put it into sampling_params.extra_args"
+        remedy = own_place if "sampling_params" in body else "Leave it out"
         raise VLLMValidationError(
-            f"{name} has no effect in {place or 'the body'} on this route. {remedy}.",
+            f"{name} has no effect in {place} on this route. {remedy}.",
             parameter=name,
         )
 
@@ -134,20 +134,35 @@ def key_error(error: ValueError) -> VLLMValidationError:
     return VLLMValidationError(message, parameter=first and first[0].strip("'"))
 
 
-def _names_in_body(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields pairs for the names in a body: the path of the object that has the name, and the name.
-    Leaves out names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a user's
-    content."""
-    values: list[tuple[str, Any]] = [("", body)]
+_Place = tuple[Any, str] | None
+"""Where an object is in a body: the place of the object around it, and its name there. None: the
+body. A path as text would be copied for each name below it."""
+_EXTRA_ARGS: _Place = ((None, "sampling_params"), "extra_args")
+
+
+def _describe(place: _Place) -> str:
+    """Returns a place in words."""
+    names = []
+    while place is not None:
+        place, name = place
+        names.append(name)
+    return ".".join(reversed(names)) or "the body"
+
+
+def _names_in_body(body: dict[str, Any]) -> Iterator[tuple[_Place, str]]:
+    """Yields pairs for the names in a body: the place of the object that has the name, and the
+    name. Leaves out names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a
+    user's content."""
+    values: list[tuple[_Place, Any]] = [(None, body)]
     for place, value in values:  # which grows
         if isinstance(value, list):
             values += [(place, entry) for entry in value if isinstance(entry, dict | list)]
         for name, inner in value.items() if isinstance(value, dict) else ():
-            if (place, name) == ("", "vllm_xargs"):
+            if (place, name) == (None, "vllm_xargs"):
                 continue
             yield place, name
-            if name not in _CONTENT_NAMES:
-                values.append((f"{place}.{name}" if place else name, inner))
+            if name not in _CONTENT_NAMES and isinstance(inner, dict | list):
+                values.append(((place, name), inner))
 
 
 def _find_key(name: str) -> str | None:

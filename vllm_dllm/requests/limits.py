@@ -11,6 +11,7 @@ import reprlib
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
@@ -72,6 +73,22 @@ def check_request_limits(
             f"{width}: a canvas takes as many steps for a few tokens as for many. Ask for a wider "
             f"one, or start the server with a lower limits.canvas_length.",
             parameter="diffusion_canvas_length",
+        )
+
+
+def check_prediction_text(limits: RequestLimits, options: RequestOptions, tokenizer: Any) -> None:
+    """Raises VLLMValidationError if a prediction, as a text, certainly has too many tokens. Its
+    tokens are found while all clients wait, so only for texts that may be short enough."""
+    text = options.prediction
+    if not isinstance(text, str):
+        return
+    most = limits.prediction * tokenizer.max_chars_per_token  # of vLLM's, which limits prompts so
+    if len(text) > most:
+        raise VLLMValidationError(
+            f"prediction must ask for at most {limits.prediction} tokens on this server, got a "
+            f"text of {len(text)} characters, where {most} have room. Ask for less, or start the "
+            f"server with a higher limits.prediction.",
+            parameter="prediction",
         )
 
 

@@ -4,6 +4,7 @@
 import reprlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -17,7 +18,13 @@ def encode_prediction(prediction: str | list[int], tokenizer: Any) -> list[int]:
     returned as it is."""
     if isinstance(prediction, list):
         return prediction
-    return tokenizer.encode(prediction, add_special_tokens=False)
+    return list(_encode_text(prediction, tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _encode_text(text: str, tokenizer: Any) -> tuple[int, ...]:
+    """Returns the token ids of a text. Cached, since all prompts of a request have the same."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def move_openai_prediction(body: dict[str, Any]) -> None:

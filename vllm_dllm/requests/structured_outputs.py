@@ -33,6 +33,7 @@ from vllm_dllm.grammar.compiler import (
 )
 from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.state import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
@@ -117,10 +118,13 @@ def _check_and_mend(
     check_grammar_size(kind, spec)
     if kind == "choice" and not json.loads(spec):
         raise GrammarError("it must have a choice, got none")
+    if kind == "grammar":
+        check_lark(spec)
     if kind not in ("json", "structural_tag"):
         return wanted
     schema = json.loads(spec)
     check_schema_size(schema)
+    check_joined_patterns(schema)
     mended = mend_patterns(schema)
     if kind == "structural_tag":
         return StructuredOutputsParams(grammar=structural_tag_to_lark(mended))

@@ -8,6 +8,7 @@ from llguidance import LLMatcher, grammar_from
 from tests.unit.grammar.canvases import ENDLESS, start
 from vllm_dllm.grammar.compiler import GrammarError, check_schema_size
 from vllm_dllm.grammar.completion import find_completion
+from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
 
 
 def of_json(schema: object) -> str:
@@ -73,6 +74,69 @@ def test_schemas_at_the_limit_compile() -> None:
     ):
         check_schema_size(schema)
         start(of_json(schema))
+
+
+PATTERNS: list[dict] = [{"pattern": f"[a-z]{{{i}}}x"} for i in range(1, 20)]
+TEXT: dict = {"type": "string"}
+SEVERAL = TEXT
+for _pattern in PATTERNS:
+    SEVERAL = {"anyOf": [SEVERAL], **_pattern}
+LINKS = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} | PATTERNS[i] for i in range(19)}
+JOINED_LARK = "start: T\nT: " + " & ".join(f"/(.*)x{{{i}}}(.*)/" for i in range(1, 19))
+JOINED = {
+    "all": ({"items": TEXT | {"allOf": PATTERNS}}, "#/items must not join more than 16 patterns"),
+    "of a property": (
+        {"allOf": [{"properties": {"pattern": one}} for one in PATTERNS]},
+        "# must not join more than 16",
+    ),
+    "beside references": (
+        {"$ref": "#/$defs/d0", "$defs": LINKS | {"d19": TEXT}},
+        r"#/\$defs/d0 must not join more than 16",
+    ),
+    "beside alternatives": (SEVERAL, "must not join more than 16"),
+    "of a tag": (
+        {"format": {"type": "json_schema", "json_schema": {"allOf": PATTERNS}}},
+        "#/format/json_schema must not join",
+    ),
+    "of a tag's grammar": (
+        {"format": {"type": "grammar", "grammar": JOINED_LARK}},
+        "at most 16 signs &, got 17",
+    ),
+    "long": (TEXT | {"pattern": "a" * 20_000}, "at most 16384 bytes, got 20000"),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_patterns_that_would_take_an_hour_are_refused_before(name: str) -> None:
+    schema, complaint = JOINED[name]
+    with pytest.raises(GrammarError, match=complaint):
+        check_joined_patterns(schema)
+
+
+def test_grammars_with_schemas_inside_are_refused_before() -> None:
+    for schema, complaint in (
+        (json.dumps({"allOf": PATTERNS}), "# must not join"),
+        (json.dumps({"properties": {f"p{i}": {} for i in range(301)}}), "at most 300 entries"),
+        ("[" * 7000, "nested too deeply"),
+    ):
+        with pytest.raises(GrammarError, match=complaint):
+            check_lark(f"start: %json {schema}")
+    with pytest.raises(GrammarError, match="signs &"):
+        check_lark(JOINED_LARK)
+
+
+def test_many_patterns_that_do_not_meet_are_admitted() -> None:
+    for schema in (
+        {"properties": {f"p{i}": TEXT | one for i, one in enumerate(PATTERNS)}},
+        {"anyOf": PATTERNS},
+        {"properties": {"pattern": {"allOf": PATTERNS[:16]}}},
+        {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"anyOf": PATTERNS}}},
+        {"enum": [{"allOf": PATTERNS}]},
+        True,
+        5,
+    ):
+        check_joined_patterns(schema)
+    check_lark('start: "&&" | "%json" | %json {"type": "null"} | %json nonsense')
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time as clock
 from collections.abc import Callable
 from datetime import date, datetime, time
 from ipaddress import IPv4Address, IPv6Address
@@ -13,7 +14,8 @@ from pydantic import EmailStr, TypeAdapter
 
 from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
 from vllm_dllm.grammar.completion import find_shortest_completion
-from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns
+from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns, unanchored_lark_regex
+from vllm_dllm.grammar.schema_keys import SchemaError
 
 VALUES = ("b", "b\\", 'b"', "b\t", "bb", "bé", "b日", "b-", "ba", "b^", "b]", "b/", "b\x05")
 PATTERNS = (
@@ -43,6 +45,16 @@ def test_a_pattern_means_what_it_says(pattern: str) -> None:
     for value in VALUES:
         text = json.dumps(value, ensure_ascii=False)
         assert accepts(schema, text) == bool(re.search(pattern, value)), value
+
+
+@pytest.mark.parametrize("bracket", ["[", "[^", "[^a", "[\\\\"])
+def test_classes_that_never_end_are_read_once(bracket: str) -> None:
+    pattern = bracket * (60_000 // len(bracket))
+    begin = clock.process_time()
+    assert mend_pattern(rf"^[^a]{pattern}") == rf"^[^\x00[a]]{pattern}"
+    with pytest.raises(SchemaError, match="cannot be used"):
+        unanchored_lark_regex(f"^{pattern}", "#")
+    assert clock.process_time() - begin < 5  # minutes, from each bracket to the end
 
 
 def test_llguidance_still_needs_it() -> None:

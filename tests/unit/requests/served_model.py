@@ -15,7 +15,18 @@ from vllm_dllm.requests.options import RequestOptions, load_options, server_defa
 
 C, V = 64, 512
 SDAR, NEMOTRON = FAMILIES["SDARForCausalLM"], FAMILIES["NemotronLabsDiffusionModel"]
-TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
+
+
+class OfCharacters:
+    """A tokenizer whose tokens are characters."""
+
+    max_chars_per_token = 1
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
+
+TOKENIZER = OfCharacters()
 
 
 def served(**changes: Any) -> ServedModel:

@@ -11,6 +11,7 @@ from tests.unit.requests.served_model import (
     NEMOTRON,
     SDAR,
     C,
+    OfCharacters,
     V,
     admitted,
     options,
@@ -161,6 +162,16 @@ def test_a_text_needs_a_tokenizer() -> None:
     assert options({"diffusion_prediction": [65]}, to).prediction_tokens == [65]
     message = str(refusal({"diffusion_prediction": "AB"}, to))
     assert message.startswith("diffusion_prediction must be a list of token ids on this server")
+
+
+def test_a_prediction_that_is_certainly_too_long_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    to = served(limits=RequestLimits(prediction=3))
+    assert options({"diffusion_prediction": "ABC"}, to).prediction_tokens == [65, 66, 67]
+    monkeypatch.setattr(OfCharacters, "encode", None)
+    message = str(refusal({"diffusion_prediction": "ABCD"}, to))
+    assert "at most 3 tokens on this server, got a text of 4 characters" in message
 
 
 # --- what the engine reads ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 checks take for something else is the client's mistake, not the server's."""
 
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,3 +265,17 @@ def test_other_errors_keep_their_status(client: TestClient) -> None:
     for wrong in ('"n": "many"', '"max_tokens": NaN'):
         assert post(client, "/completion", wrong)[0] == 400
     assert post(client, "/ours", '"n": 1')[0] == 500
+
+
+@pytest.mark.parametrize("check", [check_request_body, check_body_without_xargs])
+def test_long_names_are_not_copied(check: Any) -> None:
+    """The path of each name below a name of a megabyte would fill the memory."""
+    deep: dict[str, Any] = {f"x{i}": {} for i in range(1000)}
+    for _ in range(5):
+        deep = {"k" * 200_000: deep}
+    flags = dict(parses_tool_calls=True, forces_tool_calls=True)
+    tracemalloc.start()
+    check({"prompt": "Hi", "extra": deep}, **(flags if check is check_request_body else {}))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 100 << 20

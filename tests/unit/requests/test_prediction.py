@@ -1,8 +1,8 @@
 """Predicted outputs as OpenAI's clients send them, and how much of one the answers took."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.exceptions import VLLMValidationError
@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_dllm.requests.prediction import (
     AcceptedTokenCounter,
+    encode_prediction,
     make_accepted_token_counter,
     move_openai_prediction,
 )
@@ -54,7 +55,7 @@ def test_both_names_at_once() -> None:
         moved(prediction=prediction, vllm_xargs=own)
 
 
-TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(c) for c in text])
+TOKENIZER = Mock(encode=lambda text, add_special_tokens: [ord(c) for c in text])
 
 
 def common(first: list[int], second: list[int]) -> int:
@@ -88,6 +89,14 @@ def test_all_answers_count() -> None:
     counter.add_tokens((0, 0), [1, 9, 3])
     counter.add_tokens((0, 1), [])
     assert counter.counts() == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
+
+
+def test_a_text_is_read_once() -> None:
+    """Each prompt of a request, and the count of all, has the same."""
+    encode = Mock(side_effect=lambda text, add_special_tokens: [*text.encode()])
+    tokenizer = Mock(encode=encode)
+    tokens = [encode_prediction("read once", tokenizer) for _ in range(64)]
+    assert encode.call_count == 1 and tokens == [[*b"read once"]] * 64
 
 
 def test_of_a_request() -> None:

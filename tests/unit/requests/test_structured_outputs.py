@@ -98,6 +98,14 @@ REFUSED: dict[str, tuple[StructuredOutputsParams, str]] = {
         of(json={"properties": {f"p{i}": {} for i in range(4000)}}),
         "#/properties must have at most 300 entries, got 4000",
     ),
+    "an hour to compile": (
+        of(json={"type": "string", "allOf": [{"pattern": f"x{i}"} for i in range(40)]}),
+        "structured_outputs.json cannot be used: # must not join more than 16 patterns",
+    ),
+    "an hour to compile, as a grammar": (
+        of(grammar="start: T\nT: " + " & ".join(f"/(.*)x{i}/" for i in range(40))),
+        "structured_outputs.grammar cannot be used: it must have at most 16 signs &",
+    ),
     "no choice": (of(choice=[]), "structured_outputs.choice cannot be used"),
     "empty grammar": (of(grammar=" "), "structured_outputs.grammar cannot be used"),
     "tag without triggers": (

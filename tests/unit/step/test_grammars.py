@@ -179,7 +179,7 @@ def broken(*args: Any) -> Any:
 
 
 def stuck(*args: Any) -> Any:
-    raise StuckError("no token is legal")
+    raise StuckError("no token is legal\nERROR forged")
 
 
 @pytest.mark.parametrize("kind", [{}, MASKED], ids=["uniform", "masked"])
@@ -212,7 +212,7 @@ def test_a_request_goes_on_without_its_grammar(
         found = one.step(says)
     assert found.emitted == {"a": BLOCK, "b": LETTERS}
     (line,) = lines
-    assert line.startswith("Request a goes on without its grammar: ")
+    assert line.startswith("Request 'a' goes on without its grammar: ") and "\n" not in line
 
 
 def test_a_read_only_request_has_a_path_through_its_canvas(patient: GetWorker) -> None:

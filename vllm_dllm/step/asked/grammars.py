@@ -170,7 +170,8 @@ class CanvasGrammars:
         emitted, and ends the request with an error if it is illegal. After a preemption the grammar
         is compiled and tried again, from the marks that are kept."""
         req_id = self._req_states.index_to_req_id[slot]
-        logger.error("Request %s goes on without its grammar: %s.", req_id, why)
+        # %r: a client may have chosen the id, with line breaks.
+        logger.error("Request %r goes on without its grammar: %s.", req_id, " ".join(why.split()))
         self.remove_request(slot)
 
     def cut_answers(self, batch: CanvasBatch) -> list[int]:

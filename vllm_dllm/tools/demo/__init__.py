@@ -194,7 +194,8 @@ class View:
         else:
             for step in steps:
                 self._console.print(Text(drawing.format_line(step)), soft_wrap=True)
-        self._console.print(Text(answer.text, "bold"), soft_wrap=not self._live)
+        answer_text = Text(drawing.without_controls(answer.text), "bold")
+        self._console.print(answer_text, soft_wrap=not self._live)
         self.print_note(
             f"{_describe_steps(answer.steps)}{_pluralize(answer.num_tokens, 'token')} in "
             f"{answer.seconds:.2f} s: {answer.num_tokens / answer.seconds:.0f} tokens/s"
@@ -209,7 +210,7 @@ class View:
                 live.update(frame, refresh=True)
                 time.sleep(self._pace_s)
                 if step.finished:
-                    finished.append("".join(step.texts))
+                    finished.append(drawing.without_controls("".join(step.texts)))
 
 
 def _describe_steps(steps: Sequence[Step]) -> str:

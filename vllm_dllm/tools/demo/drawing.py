@@ -70,6 +70,14 @@ def _printable(text: str) -> str:
     return shown or END
 
 
+def without_controls(text: str) -> str:
+    """Returns a text in which `UNREADABLE` replaces control characters, which a terminal would
+    obey, but not line breaks and tabs."""
+    return "".join(
+        UNREADABLE if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
+
+
 def wrap_cells(cells: Sequence[tuple[str, str]], width: int) -> list[Text]:
     """Returns lines of at most `width` terminal columns with the (text, style) pairs `cells`. No
     pair is split: one that is wider has a line of its own."""

@@ -29,10 +29,10 @@ from vllm_dllm.tools.demo.questions import (
 SORT = Question("Sort: [dog] cat")
 
 
-def draw(console: Console, question: Question = SORT) -> None:
+def draw(console: Console, question: Question = SORT, text: str = "cat dog") -> None:
     recorded = steps(*RECORDED)
     answer = SimpleNamespace(
-        question=question, text="cat dog", steps=recorded, num_tokens=4, seconds=0.5
+        question=question, text=text, steps=recorded, num_tokens=4, seconds=0.5
     )
     demo.View(console, pace_s=0).show_answer(answer, iter(recorded))
 
@@ -49,6 +49,15 @@ def test_plain_lines_when_piped() -> None:
         "cat dog",
         "3 steps on 1 canvas, 4 tokens in 0.50 s: 8 tokens/s",
     ]
+
+
+def test_a_terminal_does_not_obey_an_answer() -> None:
+    for live in (False, True):
+        out = io.StringIO()
+        console = Console(file=out, width=100, force_terminal=live, _environ={})
+        draw(console, text="a\x1b]0;title\x07b\x9b2Jc")
+        assert "a▒]0;title▒b▒2Jc" in out.getvalue()
+    assert drawing.without_controls("é\t日\n\x1b") == "é\t日\n▒"
 
 
 def test_a_model_without_canvases_is_called_one() -> None:
