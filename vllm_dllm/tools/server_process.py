@@ -63,17 +63,14 @@ def choose_port(wanted: int | None) -> int:
 @contextlib.contextmanager
 def log_folder(command: str) -> Iterator[Path]:
     """Yields a new folder for the logs of a sub-command. It stays only if an error ends the block:
-    the logs tell more about it."""
+    the logs tell more about it. Ctrl-C and signals are no errors."""
     folder = Path(tempfile.mkdtemp(prefix=f"vllm-dllm-{command}-"))
-    stays = False
     try:
         yield folder
-    except Exception:  # not Ctrl-C
-        stays = True
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder)
         raise
-    finally:
-        if not stays:
-            shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 class Server:
