@@ -30,6 +30,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from tests.features import TRIED
 from tests.paths import ROOT
@@ -103,3 +104,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands leave their process changed, since it ends with them. That of tests goes on."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+    if "no_proxy" not in os.environ:
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.delenv("no_proxy")

@@ -66,6 +66,7 @@ def test_names_within_the_manifests_agree() -> None:
 def test_vllm_takes_the_options(arguments: list[str]) -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     options = parser.parse_args(arguments)
+    options.model = str(ROOT)  # a name would be looked for on Hugging Face's hub
     assert AsyncEngineArgs.from_cli_args(options).max_model_len == 32768
 
 

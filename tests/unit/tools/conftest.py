@@ -1,7 +1,6 @@
 """A server that answers what a test says, a folder for the logs of servers, and a full disk."""
 
 import contextlib
-import os
 import resource
 import tempfile
 import threading
@@ -10,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 Answer = Callable[[bytes], tuple[int, str]]
 """Takes a request's body; gives a status and a text."""
@@ -49,15 +47,6 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands leave their process changed, since it ends with them. That of tests goes on."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
-    if "no_proxy" not in os.environ:
-        monkeypatch.setenv("no_proxy", "")
-        monkeypatch.delenv("no_proxy")
 
 
 @pytest.fixture
