@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 from vllm_dllm.compat import log_lines
 from vllm_dllm.config.checks import describe_unknown_name
 from vllm_dllm.parents import has_parent
+from vllm_dllm.startup import hub
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable with the path of the file that a child writes its first error to."""
@@ -113,7 +114,7 @@ def last_line(error: BaseException) -> str | None:
         return one_line(error)
     if str(error).startswith(log_lines.ENGINE_FAILED):
         return take_first_error()
-    return None
+    return hub.describe_error(error)
 
 
 def _describe_unforeseen(error: BaseException) -> str:

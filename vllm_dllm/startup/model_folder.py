@@ -5,24 +5,24 @@ mention folders. It advises a newer transformers for a model that it does not kn
 sentencepiece where a tokenizer is missing.
 """
 
-import socket
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import transformers
 from huggingface_hub import constants
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from vllm import ModelRegistry, envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.drafters.layout import read_layout
 from vllm_dllm.quantization.weight_files import read_json
+from vllm_dllm.startup import hub
 
-_CONNECT_SECONDS = 3.0
+logger = init_logger(__name__)
+
 _CONFIGS = ("config.json", "params.json")
 _TOKENIZERS = (
     *("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt"),
@@ -118,17 +118,28 @@ def _check_is_found(name: str, kind: str) -> None:
     if path.exists() or "://" in name or envs.VLLM_USE_MODELSCOPE:
         return
     is_path = path.is_absolute() or name.startswith(("./", "../", "~")) or len(path.parts) > 2
-    # Downloaded before, at least in part: vLLM checks whether all of it was.
-    cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    if not is_path and (cached.is_dir() or _hub_answers()):
+    if not is_path and _is_left_to_vllm(name):
         return
-    hub = "" if is_path else f", and the model hub at {constants.ENDPOINT} does not answer"
+    folder = f"no such folder ({_describe_checkpoints(path)})"
+    answer = "" if is_path else f", and {hub.why_not()}"
     network = "" if is_path else ", or connect this machine to the network"
     option = " with --tokenizer" if kind == "tokenizer" else ""
     raise ValueError(
-        f"There is no {kind} '{path}': no such folder ({_describe_checkpoints(path)}){hub}. Name "
-        f"the folder of a checkpoint{option}{network}."
+        f"There is no {kind} '{path}': {folder}{answer}. Name the folder of a checkpoint{option}"
+        f"{network}."
     )
+
+
+def _is_left_to_vllm(name: str) -> bool:
+    """Whether vLLM may find the model `name`: in the hub's cache, which may have a part of it, or
+    on the hub. Warns of a model in the cache whose hub does not answer: vLLM asks for minutes."""
+    is_cached, answers = hub.is_cached(name), hub.answers()
+    if is_cached and not answers and not constants.HF_HUB_OFFLINE:
+        logger.warning(
+            "The model hub at %s does not answer. HF_HUB_OFFLINE=1 serves '%s' from %s without it.",
+            *(constants.ENDPOINT, name, constants.HF_HUB_CACHE),
+        )
+    return is_cached or answers
 
 
 def _describe_checkpoints(path: Path) -> str:
@@ -140,16 +151,3 @@ def _describe_checkpoints(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no '{path.parent}' either"
     return f"'{path.parent}' has no checkpoints"
-
-
-def _hub_answers() -> bool:
-    """Whether the hub's host takes connections in `_CONNECT_SECONDS`, or there is a proxy."""
-    address = urlsplit(constants.ENDPOINT)
-    if urllib.request.getproxies().keys() & {address.scheme, "all"}:
-        return True
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        socket.create_connection((address.hostname or "", port), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from vllm_dllm.errors import InputError
+from vllm_dllm.startup import hub, model_folder
 from vllm_dllm.startup.model_folder import check_engine_arguments, check_model
 
 
@@ -103,6 +105,51 @@ def test_a_name_is_left_to_the_hub_that_answers(
 ) -> None:
     check_model("some/model")
     assert network == [("huggingface.co", 443)]
+
+
+def test_a_model_of_the_cache_whose_hub_does_not_answer(
+    clone: Path, no_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks the hub for minutes, and ends without a word of its cache."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        model_folder.logger, "warning", lambda text, *values: said.append(text % values)
+    )
+    check_model(cached(clone))
+    assert said == [
+        "The model hub at https://huggingface.co does not answer. HF_HUB_OFFLINE=1 serves "
+        f"'some/model' from {clone / 'cache'} without it."
+    ]
+
+
+def test_a_model_that_the_cache_lacks_offline(
+    clone: Path, network: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    check_model(cached(clone))
+    with pytest.raises(ValueError, match=r"cache does not have it, and HF_HUB_OFFLINE is set\. N"):
+        check_model("other/model")
+    assert not network
+    with pytest.raises(LocalEntryNotFoundError) as error:
+        snapshot_download("other/model", cache_dir=clone / "cache", local_files_only=True)
+    line = hub.describe_error(error.value) or ""
+    assert line.startswith(f"{clone / 'cache'} does not have the model, or not all of it, and HF_H")
+
+
+def test_errors_of_the_hubs_client(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that does not answer, and one that does."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(Exception) as error:
+        HfApi(endpoint=constants.ENDPOINT).model_info("some/model")
+    assert "does not answer. Name the folder of a checkpoint" in (
+        hub.describe_error(error.value) or ""
+    )
+    assert hub.describe_error(ValueError("another")) is None
+    error.value.response = object()  # type: ignore[attr-defined]
+    assert hub.describe_error(error.value) is None
 
 
 @pytest.mark.parametrize("name", ["https_proxy", "HTTPS_PROXY", "all_proxy"])
