@@ -1,15 +1,18 @@
 """What a worker keeps of its requests, and that it keeps nothing of those that have left."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from tests.paths import ROOT
 from tests.unit.step.worker import CONTEXT, CPU, MASK, C, GetWorker, V, Worker, noise
 from vllm_dllm.denoise import noise as draws
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
+from vllm_dllm.requests.options import KEYS, STREAM_CANVASES
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.masked.masked_step import MaskedStep
 
@@ -125,6 +128,63 @@ def test_nothing_is_kept_of_a_request_that_left(worker: GetWorker, kind: str) ->
         found, expected = (one.step({"b": noise(C, step)}) for one in (used, fresh))
         assert found == expected and found.logprobs is None
     assert len(used.answer("b")) == C and NO_TOKEN not in used.answer("b")
+
+
+FORM = StructuredOutputsParams(regex="[a-z]+")
+ALONE: dict[str, dict[str, Any]] = {  # what a request asks for by the parameter of this name
+    **{name: {name: 0.5} for name in ("temperature", "top_p", "min_p")},
+    **{name: {name: 2} for name in ("max_tokens", "min_tokens", "top_k", "logprobs")},
+    **{name: {name: 1.5} for name in ("presence_penalty", "frequency_penalty")},
+    **{name: {name: [5]} for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "seed": {"seed": 7},
+    "n": {"n": 2},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "ignore_eos": {"ignore_eos": True},
+    "logit_bias": {"logit_bias": {3: 1.0}},
+    "bad_words": {"bad_words": [[7], [8, 9]]},
+    "structured_outputs": {"structured_outputs": FORM, "eos": 1},
+    **{f"diffusion_{name}": {f"diffusion_{name}": 0.5} for name in (
+        "entropy_bound", "accept_probability", "confidence_threshold",
+    )},
+    **{f"diffusion_{name}": {f"diffusion_{name}": 2} for name in (
+        "max_steps", "canvas_length", "accept_tokens", "stability_threshold", "load_stages",
+    )},
+    **{f"diffusion_{name}": {f"diffusion_{name}": True} for name in (
+        "read_only", "judge_answer_only",
+    )},
+    "diffusion_constrained": {"diffusion_constrained": True, "logprob_token_ids": [5, 6]},
+    **{f"diffusion_{name}": {f"diffusion_{name}": [40] * C} for name in (
+        "seed_canvas", "prediction",
+    )},
+    "diffusion_pinned": ASKED["pinned"],
+    "diffusion_window_rule": {"diffusion_window_rule": "symmetric"},
+    "diffusion_t_min": {"diffusion_t_min": 0.1, "diffusion_t_max": 0.2},
+    "diffusion_t_max": {"diffusion_t_min": 0.1, "diffusion_t_max": 0.2},
+    "diffusion_acceptance": {"diffusion_acceptance": "confidence"},
+}  # fmt: skip
+
+
+def is_said_to_be_fused(name: str) -> bool:
+    """By docs/performance.md, which names everything once."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (fused|small operations)\b", page, re.MULTILINE)
+    (path,) = (path for asked, path in rows if f"`{name}`" in asked)
+    return bool(path == "fused")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_page_says_which_path_steps_take(worker: GetWorker, name: str) -> None:
+    one = worker()
+    one.admit("a", **ALONE[name])
+    batch = CanvasBatch.build(one._batch({"a": C}, late=0), C, CPU)
+    assert one.stepping._is_plain(batch) == is_said_to_be_fused(name)
+
+
+def test_the_page_names_every_key() -> None:
+    of_masked = {key for key, mark in KEYS.items() if not mark.uniform}
+    assert KEYS.keys() == {key for key in ALONE if key in KEYS} | of_masked | {STREAM_CANVASES}
+    assert not any(map(is_said_to_be_fused, of_masked | {STREAM_CANVASES}))
 
 
 def test_a_resumed_request_is_known_as_one(worker: GetWorker) -> None:
