@@ -135,6 +135,7 @@ SCHEMES: dict[str, list[str] | None] = {  # what a scheme leaves as it is
     "bf16": None,
     "fp8-dynamic": KEPT,
     "nvfp4": [*KEPT, "re:.*self_attn.*"],
+    "w4a16": KEPT,
 }
 
 

@@ -193,6 +193,13 @@ def plan(stages: Iterable[Stage]) -> None:
     print(f"In all {at} s of 900, without the host's start (25 s), uploads and unpacking (20 s)")
 
 
+def plan_more(stages: Iterable[Stage]) -> None:
+    """Prints the stages that have no room in the plan."""
+    print("\nWith --only NAME, also:")
+    for stage in stages:
+        print(f"{stage.name:12} {stage.seconds + stage.early:4} s, {stage.shows}")
+
+
 def bring_back(out: Path, to: Path) -> None:
     """Packs what was found: the timelines as they are, the rest in one archive."""
     to.mkdir(parents=True, exist_ok=True)
@@ -258,7 +265,8 @@ def main() -> None:
         by_name = {stage.name: stage for stage in [*STAGES, *MORE]}
         wanted = [by_name[name] for name in args.only]
     if args.plan:
-        return plan(wanted)
+        plan(wanted)
+        return None if args.only else plan_more(MORE)
     args.out.mkdir(parents=True, exist_ok=True)
     left = [stage for stage in wanted if not (args.out / "done" / stage.name).exists()]
     if args.here or args.rehearse:

@@ -11,6 +11,8 @@ SMALL = ["bench.full_shape", "--unchecked", "--rounds", "1", "--shape", "small",
 SMALL += ["--kv-cache-gib", "1", "--cells", "1x128"]
 ONLY_OURS = ["--systems", "vllm-dllm"]
 SMALL_FP8 = [*SMALL, "--scheme", "fp8-dynamic", *ONLY_OURS]
+FP8_CELLS = "1x128 8x128 16x128 32x128 1x1024"
+"""Also of a second start: vLLM keeps what it compiles by the most requests and the longest."""
 ATTENTION = ["--contexts", "128", "1024", "8192", "65536", "--batches", "1", "2", "4", "8"]
 MEASURED = json.dumps({"additional_config": {"vllm_dllm": {"kernel_choice": "measured"}}})
 
@@ -21,11 +23,11 @@ class Stage:
     shows: str
     command: list[str]  # behind `python -m`
     small: list[str]  # for a rehearsal on a CPU
-    seconds: int  # it takes so long, as far as anybody knows
+    seconds: int  # it takes so long after the stage before, as far as anybody knows
     limit: int  # seconds, from when its turn comes; then it is ended
     early: int = 0
-    """Seconds that its engines take to start: they do so from the first stage on, and wait for
-    their turn to measure."""
+    """Seconds that its engines take to start, beside those of other stages: they do so from the
+    first stage on, and wait for their turn to measure."""
     needs: list[str] = field(default_factory=list)  # archives of the bundle
     with_next: bool = False  # the next stage starts with this one
     settings: dict[str, str] = field(default_factory=dict)  # environment variables
@@ -50,14 +52,14 @@ STAGES = [
         "ours and stock vLLM in FP8, 1 to 32 requests, timelines",
         full_shape(
             "fp8-dynamic",
-            "1x128 8x128 16x128 32x128 1x1024",
+            FP8_CELLS,
             "1x128 16x128",
             *("--kv-cache-gib", "9", "--start-by", "330"),
         ),
         [*SMALL_FP8, "--trace", "1x128"],
         seconds=60,
         limit=200,
-        early=170,
+        early=236,
         needs=["dsl"],
     ),
     Stage(
@@ -66,9 +68,9 @@ STAGES = [
         "out, FP8, 16 fixed steps",
         ["bench.lease.serve", "--start-by", "330"],
         ["bench.lease.serve", "--shape", "small", "--tokens", "256", "--concurrency", "1", "2"],
-        seconds=50,
+        seconds=65,
         limit=100,
-        early=170,
+        early=236,
         needs=["dsl"],
     ),
     Stage(
@@ -86,7 +88,7 @@ STAGES = [
         "tests of all kernels, against float64 and their definitions",
         ["bench.lease.kernel_tests", *KERNELS],
         ["bench.lease.kernel_tests", "tests/unit/step/test_settle_triton.py", "--at-once", "2"],
-        seconds=100,
+        seconds=80,
         limit=240,
         with_next=True,
     ),
@@ -95,7 +97,7 @@ STAGES = [
         "the shipped checkpoints answer: images, a drafter, masked, grammars, NVFP4",
         ["bench.lease.shipped"],
         ["bench.lease.shipped", "--rows", "4"],
-        seconds=100,
+        seconds=50,
         limit=240,
     ),
     Stage(
@@ -104,13 +106,13 @@ STAGES = [
         "compiled in another process",
         full_shape(
             "fp8-dynamic",
-            "1x128 8x128 16x128 1x1024",  # as above: caches are keyed by the longest
+            FP8_CELLS,
             "1x128",
             *(*ONLY_OURS, "--kv-cache-gib", "9", "--start-by", "110"),
         ),
         SMALL_FP8,
-        seconds=80,
-        limit=130,
+        seconds=85,
+        limit=140,
         needs=["dsl"],
         settings={"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"},
     ),
@@ -176,7 +178,7 @@ MORE = [  # that run if they are asked for by name
     ),
     Stage(
         "nvfp4",
-        "ours in NVFP4, with the kernels that vLLM picks on this chip",
+        "ours in NVFP4, by Marlin: what vLLM prefers on Hopper, HUMMING, needs nvcc",
         full_shape(
             "nvfp4",
             "1x128 8x128",
@@ -184,6 +186,21 @@ MORE = [  # that run if they are asked for by name
             *(*ONLY_OURS, "--kv-cache-gib", "4", "--start-by", "250"),
         ),
         [*SMALL, "--scheme", "nvfp4", *ONLY_OURS],
+        seconds=15,
+        limit=60,
+        early=150,
+        needs=["dsl"],
+    ),
+    Stage(
+        "w4a16",
+        "ours in W4A16, by Marlin as well",
+        full_shape(
+            "w4a16",
+            "1x128 8x128",
+            "1x128",
+            *(*ONLY_OURS, "--kv-cache-gib", "4", "--start-by", "250"),
+        ),
+        [*SMALL, "--scheme", "w4a16", *ONLY_OURS],
         seconds=15,
         limit=60,
         early=150,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import fused_moe, moe_align_block_size
 
+from bench import full_shape
+from bench.full_shape_engine import OURS
 from bench.lease import experts, install, linears, pack
 from bench.lease.__main__ import Lease, end_session
 from bench.lease.stages import MORE, STAGES, Stage
@@ -153,6 +156,27 @@ def test_the_plan_fits_a_quarter_of_an_hour() -> None:
         assert each.limit >= each.seconds
     assert at <= MINUTES - 45
     assert len({each.name for each in [*STAGES, *MORE]}) == len(STAGES) + len(MORE)
+
+
+def test_the_plan_names_every_stage() -> None:
+    printed = output_of("bash", "bench/lease.sh", "--plan", cwd=ROOT)
+    named = {line.split()[0] for line in printed.splitlines() if line[:1].isalpha()}
+    assert {each.name for each in [*STAGES, *MORE]} <= named
+
+
+def test_a_second_start_finds_what_the_first_one_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's key of what it compiles has the folder of the model and the sizes of steps."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stages, found = {each.name: each for each in STAGES}, []
+    for name in ("fp8", "fp8-again"):
+        monkeypatch.setattr("sys.argv", stages[name].command)
+        args = full_shape.read_arguments()
+        folder = str(full_shape.write_checkpoint("small", args.scheme))
+        found.append(full_shape.commands(args, folder)[OURS])
+    assert found[0] == found[1]
+    assert (tmp_path / "made-up-small-fp8-dynamic" / "config.json").exists()
 
 
 @pytest.mark.parametrize("each", [*STAGES, *MORE], ids=lambda each: each.name)

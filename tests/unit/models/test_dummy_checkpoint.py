@@ -16,6 +16,7 @@ from tests.unit.models.building import build
         ("bf16", set()),
         ("fp8-dynamic", {"mlp", "experts", "self_attn"}),
         ("nvfp4", {"mlp", "experts"}),
+        ("w4a16", {"mlp", "experts", "self_attn"}),
     ],
 )
 def test_a_folder_without_weights(tmp_path: Path, scheme: str, quantized: set[str]) -> None:
