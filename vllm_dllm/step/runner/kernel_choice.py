@@ -128,10 +128,10 @@ def _measure(
     if os.environ.get(VARIABLE) == str(path):  # else vLLM reads tiles from the user's folder
         tables, ours, gains = tiles.measure_experts(model.modules(), rows, stopwatch)
     logger.info(
-        "Kernels were timed in %.1f s%s: attention of %d kinds of layers, %s.",
+        "Kernels were timed in %.1f s%s: %s; %s.",
         time.monotonic() - started,
         ", not all of them" if stopwatch.is_over else "",
-        len(layers),
+        "; ".join(attention.describe_gains(layers)) or "attention not compared",
         "; ".join(gains) or "experts unchanged",
     )
     gpu = current_platform.get_device_name()
