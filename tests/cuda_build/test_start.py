@@ -55,6 +55,7 @@ CASES = {
     "a B200, FP8": Case(host=B200, scheme="fp8-dynamic"),
     "a B200, NVFP4": Case(host=B200, scheme="nvfp4", options=CUTLASS),
     "an H100, NVFP4": Case(scheme="nvfp4", options=MARLIN),
+    "an H100, W4A16": Case(scheme="w4a16", options=MARLIN),
 }
 
 
