@@ -9,11 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 from vllm import _custom_ops
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model, _dflash_layer_causal
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
+
+
+def has_causal_layers(config: Any) -> bool:
+    """Whether rows of a block see no rows behind them in some layers of a drafter. `config`: its
+    configuration."""
+    return any(_dflash_layer_causal(config, layer) for layer in range(config.num_hidden_layers))
 
 
 class FiniteStatesSpeculator(DFlashSpeculator):

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.compat.dflash import DFlashHooks
+from vllm_dllm.compat.dflash import DFlashHooks, has_causal_layers
 from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
@@ -46,6 +46,8 @@ class WidthDFlashSpeculator(DFlashHooks):
         draft, target = vllm_config.speculative_config.draft_model_config, vllm_config.model_config
         layout = check_served_drafter(vllm_config)
         extend_positions(vllm_config)
+        if config.narrow_draft:
+            check_narrow_draft(draft)
         if config.draft_window is not None:
             set_draft_window(draft, config.draft_window)
         super().__init__(vllm_config, device)
@@ -249,11 +251,27 @@ class WidthDFlashSpeculator(DFlashHooks):
             )
 
 
+def check_narrow_draft(draft_model_config: Any) -> None:
+    """Raises ValueError if the drafter has causal layers. There, a block's rows are counted from
+    the end, which `narrow_blocks` moves: the first ones would not see the latest tokens."""
+    if has_causal_layers(draft_model_config.hf_config):
+        raise ValueError(
+            f"drafter.narrow_draft is not possible with the drafter {draft_model_config.model}, "
+            f"which has causal layers: their rows would not see the latest tokens. Leave it out."
+        )
+
+
 def set_draft_window(draft_model_config: Any, window: int) -> None:
     """Changes the drafter's configuration in place: it sees the last `window` tokens and its block.
     vLLM manages its cache like that of layers with a sliding window. Raises ValueError if the
-    drafter was made for a narrower window."""
+    drafter was made for a narrower window, or if only some of its layers have one: vLLM would leave
+    the others as they are."""
     hf_config = draft_model_config.hf_config
+    if len(kinds := set(getattr(hf_config, "layer_types", None) or ())) > 1:
+        raise ValueError(
+            f"drafter.draft_window is not possible with the drafter {draft_model_config.model}, "
+            f"whose layers see different tokens ({', '.join(sorted(kinds))}). Leave it out."
+        )
     settings = dict(getattr(hf_config, "dflash_config", None) or {})
     own = settings.get("swa_window_size") or getattr(hf_config, "sliding_window", None)
     if own is not None and own < window:
@@ -262,9 +280,7 @@ def set_draft_window(draft_model_config: Any, window: int) -> None:
             f"made for a window of {own}. Lower it or leave it out."
         )
     logger.info("The drafter sees the last %d tokens.", window)
-    settings |= {"use_swa": True, "swa_window_size": window}
-    settings.setdefault("causal", False)
-    hf_config.dflash_config = settings
+    hf_config.dflash_config = settings | {"use_swa": True, "swa_window_size": window}
 
 
 def narrow_blocks(

@@ -1,9 +1,13 @@
 """Drafters and targets that belong together, and the errors of those that do not."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
+from vllm.model_executor.models import qwen3_dflash
 
+from vllm_dllm.drafters.dflash import check_narrow_draft, set_draft_window
 from vllm_dllm.drafters.layout import DrafterLayout, check_drafter, read_layout
 from vllm_dllm.errors import InputError
 
@@ -124,3 +128,52 @@ def test_not_a_drafter(missing: str) -> None:
     expected = "mask_token_id" if missing == "dflash_config" else missing
     with pytest.raises(InputError, match=f"D is not a DFlash drafter: expected {expected} in"):
         read_layout(config, "D")
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def served(*layer_types: str, **dflash_config: Any) -> Any:
+    """A drafter as vLLM has configured it. Sliding layers are causal, as in z-lab's for Gemma,
+    unless `dflash_config` says otherwise."""
+    window = {"use_sliding_window": True, "sliding_window": 64} if SLIDING in layer_types else {}
+    return SimpleNamespace(
+        model="D",
+        hf_config=Qwen3Config(
+            num_hidden_layers=len(layer_types),
+            layer_types=list(layer_types),
+            dflash_config={"mask_token_id": 5} | dflash_config,
+            **window,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "causal"),
+    [
+        (served(FULL, FULL), False),
+        (served(SLIDING, SLIDING), True),
+        (served(SLIDING, SLIDING, causal=False), False),
+        (served(FULL, FULL, causal=True), True),  # as JetSpec's
+    ],
+)
+def test_a_window_leaves_a_drafters_causality_as_it_was_trained(drafter: Any, causal: bool) -> None:
+    set_draft_window(drafter, 32)
+    assert [qwen3_dflash._resolve_layer_attention(drafter.hf_config, i) for i in range(2)] == [
+        (32, causal)
+    ] * 2
+
+
+def test_layers_that_differ_have_no_window_in_common() -> None:
+    """vLLM gives the window to those that have one."""
+    with pytest.raises(ValueError, match=r"draft_window is not possible .* D, .*full_.*sliding_"):
+        set_draft_window(served(SLIDING, FULL), 32)
+
+
+def test_causal_layers_do_not_draft_narrower() -> None:
+    """A causal drafter emitted 2.3 tokens a verification with it, and 5.3 without."""
+    check_narrow_draft(served(FULL, FULL))
+    check_narrow_draft(served(SLIDING, FULL, causal=False))
+    for drafter in (served(SLIDING, FULL), served(FULL, FULL, causal=True)):
+        with pytest.raises(ValueError, match="narrow_draft is not possible with the drafter D"):
+            check_narrow_draft(drafter)

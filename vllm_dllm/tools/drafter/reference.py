@@ -29,12 +29,15 @@ from transformers import (
 )
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from vllm_dllm.drafters.layout import ANCHOR_KEYS
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, load_state, save_tensors
 from vllm_dllm.tools.checkpoint_config import read_config
 
 ARCHITECTURE = "DFlashDraftModel"
 OPTIONS = ("mask_token_id", "target_layer_ids")  # of dflash_config
+OTHER_LAYERS = ("causal", "use_swa", "attention_sink_bias", "attention_value_scale", *ANCHOR_KEYS)
+"""Keys of dflash_config, or beside it, of drafters that vLLM serves and that compute otherwise."""
 FROM_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_parameters"),
@@ -148,13 +151,22 @@ def save_drafter(drafter: DFlashDrafter, path: Path, dtype: torch.dtype) -> None
 def load_drafter(path: Path) -> DFlashDrafter:
     """Returns a drafter from a folder in the published layout: full attention, one weights file. It
     is in eval mode and fp32, on the CPU. Raises InputError if the folder has no such drafter."""
-    config = read_config(path)
+    config: Any = read_config(path)
     options = getattr(config, "dflash_config", None) or {}
     if config.architectures != [ARCHITECTURE] or not options.keys() >= set(OPTIONS):
         raise InputError(
             f"{path / 'config.json'}: expected architectures [{ARCHITECTURE!r}] and a "
             f"dflash_config with {' and '.join(OPTIONS)}, as z-lab publishes drafters, got "
             f"{config.architectures} and {options}"
+        )
+    other = [key for key in OTHER_LAYERS if options.get(key) or getattr(config, key, None)]
+    if set(config.layer_types) != {"full_attention"}:
+        other.append("layer_types")
+    if other:
+        raise InputError(
+            f"{path / 'config.json'}: expected a drafter whose layers see the whole context and "
+            f"block, and whose masks alone are predictions, got {', '.join(other)}. It can be "
+            f"served, but not trained or measured here."
         )
     drafter = DFlashDrafter(config)
     load_state(drafter, path)

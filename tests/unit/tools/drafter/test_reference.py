@@ -1,9 +1,11 @@
 """The reference drafter against DFlash's formulas written out one row at a time in float64."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,29 @@ def test_saves_what_it_loads(drafter_folder: Path, tmp_path: Path) -> None:
 def test_refuses_another_architecture(target_folder: Path) -> None:
     with pytest.raises(InputError, match=r"expected .*DFlashDraftModel.*Qwen3ForCausalLM"):
         load_drafter(target_folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("full_attention", {"causal": True}),  # as JetSpec's
+        ("full_attention", {"use_swa": True, "swa_window_size": 64}),  # as MiMo's
+        ("sliding_attention", {}),  # as z-lab's for Gemma
+        ("full_attention", {"sample_from_anchor": True}),
+    ],
+)
+def test_refuses_layers_that_see_otherwise(
+    drafter_folder: Path, tmp_path: Path, kind: str, keys: dict[str, Any]
+) -> None:
+    """They would be trained and measured as if they saw the whole context and block."""
+    folder = Path(shutil.copytree(drafter_folder, tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"][0] = kind
+    config["dflash_config"] |= keys
+    (folder / "config.json").write_text(json.dumps(config))
+    named = next(iter(keys), "layer_types")
+    with pytest.raises(InputError, match=rf"expected a drafter whose layers see .*got {named}"):
+        load_drafter(folder)
 
 
 @pytest.mark.parametrize(
