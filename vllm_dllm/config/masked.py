@@ -116,7 +116,8 @@ class MaskedConfig:
     def warn_of_length(self, own_length: int, model: str) -> None:
         """Logs a warning if blocks have another length than `model` was trained with: the one in
         its name, such as SDAR-8B-Chat-b32, which its config.json may not have. Other names do not
-        say it, and blocks no longer than `own_length`, the checkpoint's, are right."""
+        say it, and blocks no longer than `own_length`, the checkpoint's, are right. Logs another
+        one if its name says that it has no blocks."""
         served, key = self.block_length, self.family.block_key
         if named := re.search(r"-b(4|8|16|32|64)(-|$)", Path(model).name):  # as SDAR's
             if served != (length := int(named[1])):
@@ -133,6 +134,14 @@ class MaskedConfig:
                 "%d (%s in config.json). A model answers worse in longer blocks than it was "
                 "trained with.",
                 *(served, own_length, key),
+            )
+        if re.search("(^|[-_])uno[-_]", Path(model).name, re.IGNORECASE):
+            # Such as s-sahoo/uno-qwen3-8B, whose config.json says nothing else.
+            logger.warning(
+                "The name of %s says UNO. Its checkpoints name SDAR's architecture, but their rows "
+                "are causal, and an adapter drafts: as blocks of masks they answer nonsense. Serve "
+                "the model that it was made from, whose answers are the same.",
+                model,
             )
 
     def check_blocks_in_flight(self) -> None:

@@ -201,6 +201,7 @@ def finish_config(vllm_config: VllmConfig, extension: ExtensionConfig) -> None:
     defaults = server_defaults(extension.defaults, family)
     in_effect = {**defaults}
     if family is None:
+        checks.check_layers(model_config)
         generation = read_denoise_config(vllm_config)
         in_effect = {"acceptance": "entropy_bound", **asdict(generation), **defaults}
         in_effect.setdefault("max_steps", generation.max_denoising_steps)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.config.checks import nearest_name, normalize_name
@@ -109,6 +109,27 @@ def check_stop_tokens(vllm_config: VllmConfig) -> None:
                     f"eos_token_id in {file} must be a token id, or several, from 0 to "
                     f"{vocab_size - 1}, got {ids!r}: no answer would end. Correct it there."
                 )
+
+
+def check_layers(model_config: ModelConfig) -> None:
+    """Raises ValueError for values in DiffusionGemma's text config that transformers follows, and
+    vLLM's layers or ours ignore."""
+    config = model_config.hf_text_config
+    found = {
+        # "all": prompts are bidirectional, too.
+        "use_bidirectional_attention": (config.use_bidirectional_attention, (None, "vision")),
+        # vLLM's experts and our self-conditioning have this one.
+        "hidden_activation": (config.hidden_activation, ("gelu_pytorch_tanh",)),
+    }
+    for layer_type, rope in (config.rope_parameters or {}).items():
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "proportional":
+            found[f"factor of {layer_type} in rope_parameters"] = (rope.get("factor", 1), (1,))
+    for key, (value, served) in found.items():
+        if value not in served:
+            raise ValueError(
+                f"{key} in {model_config.model}/config.json must be {served[-1]!r}, got {value!r}: "
+                f"checkpoints of other variants are not served. Use another checkpoint."
+            )
 
 
 def check_overrides(vllm_config: VllmConfig) -> None:

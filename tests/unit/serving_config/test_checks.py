@@ -79,6 +79,27 @@ def test_settings_that_generation_settings_have(configure: Configure, masked: Co
     masked(override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("use_bidirectional_attention", "all", "must be 'vision', got 'all'"),
+        ("hidden_activation", "silu", "must be 'gelu_pytorch_tanh', got 'silu'"),
+        ("rope_parameters", {"full_attention": {"factor": 8.0}}, "must be 1, got 8.0"),
+    ],
+)
+def test_layers_that_transformers_alone_has(
+    configure: Configure, key: str, value: Any, error: str
+) -> None:
+    """Such checkpoints were served as if they had the usual values."""
+    text = json.loads((CHECKPOINTS / "diffusiongemma-tiny" / "config.json").read_text())
+    changed = text["text_config"]
+    if isinstance(value, dict):
+        rope = changed[key]
+        value = rope | {kind: rope[kind] | keys for kind, keys in value.items()}
+    with pytest.raises(ValueError, match=f"{key} in .*config.json {error}: checkpoints of other"):
+        configure(hf_overrides={"text_config": {key: value}})
+
+
 PUBLISHED = {"diffusion_sampler": "entropy_bound", "diffusion_entropy_bound": 0.1}
 """`--hf-overrides` of the command that Google's and vLLM's guides have for DiffusionGemma."""
 
@@ -221,3 +242,15 @@ def test_blocks_that_only_the_name_tells(
     EngineArgs(str(folder), enforce_eager=True, **options).create_engine_config()
     assert len(log) == is_warned
     assert all("says blocks of 32 tokens, and blocks of 4 are served" in line for line in log)
+
+
+@pytest.mark.parametrize(("name", "is_warned"), [("uno-qwen3-8B", True), ("SDAR-4B-Juno", False)])
+def test_uno_names_sdars_architecture(
+    tmp_path: Path, name: str, is_warned: bool, logged: Callable[..., list[str]]
+) -> None:
+    """It has no blocks, and its config.json does not say so."""
+    plugin.register()
+    folder = shutil.copytree(CHECKPOINTS / "sdar-tiny", tmp_path / name)
+    log = logged(masked_config)
+    EngineArgs(str(folder), enforce_eager=True).create_engine_config()
+    assert ["says UNO" in line for line in log] == [True] * is_warned
