@@ -12,18 +12,25 @@ from vllm_dllm.compat.patching import set_entry, wrap
 
 
 def set_config_hooks(
-    check: Callable[[EngineArgs], None], complete: Callable[[VllmConfig], None]
+    check: Callable[[EngineArgs], None],
+    complete: Callable[[VllmConfig], None],
+    explain: Callable[[EngineArgs], None],
 ) -> None:
     """Patches vLLM's making of its configuration. `check` is called with an engine's arguments
     before vLLM looks for the model. `complete` is called with the configuration made from them,
-    which it may change in place. Logging is configured before both. Repeatable."""
+    which it may change in place. Where vLLM refuses the arguments, `explain` is called with them,
+    which may raise an error that says more. Logging is configured before all. Repeatable."""
 
     @wrap("engine.arg_utils:EngineArgs.create_engine_config")
     def create_engine_config(stock: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         configure_logging_if_needed(self.create_logging_config())
         log_as_vllm_does()
         check(self)
-        config: VllmConfig = stock(self, *args, **kwargs)
+        try:
+            config: VllmConfig = stock(self, *args, **kwargs)
+        except ValueError:
+            explain(self)
+            raise
         complete(config)
         return config
 

@@ -115,7 +115,7 @@ def check_layers(model_config: ModelConfig) -> None:
     """Raises ValueError for values in DiffusionGemma's text config that transformers follows, and
     vLLM's layers or ours ignore."""
     config = model_config.hf_text_config
-    found = {
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {
         # "all": prompts are bidirectional, too.
         "use_bidirectional_attention": (config.use_bidirectional_attention, (None, "vision")),
         # vLLM's experts and our self-conditioning have this one.

@@ -19,7 +19,7 @@ from vllm_dllm.config.extension import SECTION
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
 from vllm_dllm.startup.chat_template import check_chat_template
-from vllm_dllm.startup.model_folder import check_engine_arguments
+from vllm_dllm.startup.model_folder import check_downloaded_model, check_engine_arguments
 
 logger = init_logger(__name__)
 
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 def install() -> None:
     """Installs in this process our checks of an engine's arguments, the line for a port that is in
     use, the last line of a failed start, and filters of wrong warnings. Repeatable."""
-    startup.set_config_hooks(_check_arguments, _set_drafter_classes)
+    startup.set_config_hooks(_check_arguments, _set_drafter_classes, check_downloaded_model)
     startup.explain_bind_errors(explain_bind_error)
     last_line.install()
     log_lines.drop_wrong_warnings()

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from vllm import ModelRegistry, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.transformers_utils.repo_utils import try_get_local_file
 
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.drafters.layout import read_layout
@@ -45,10 +46,17 @@ def check_engine_arguments(arguments: EngineArgs) -> None:
     if not arguments.skip_tokenizer_init:
         _check_tokenizer(Path(arguments.tokenizer or folder).expanduser())
     if (folder / "config.json").exists():
-        overrides = arguments.hf_overrides
-        config |= overrides if isinstance(overrides, dict) else {}
-        _check_architecture(folder, config, arguments.trust_remote_code)
+        _check_architecture(arguments, config)
     _check_drafter(arguments.speculative_config or {})
+
+
+def check_downloaded_model(arguments: EngineArgs) -> None:
+    """Raises ValueError, as for a folder, if a model of the hub that vLLM has refused names an
+    architecture that cannot be served. vLLM's own error asks to trust its code, or lists all that
+    vLLM knows. Does nothing if its config.json was not downloaded."""
+    file = try_get_local_file(arguments.model, "config.json", arguments.revision)
+    if isinstance(file, Path):
+        _check_architecture(arguments, read_json(file))
 
 
 def _check_tokenizer(folder: Path) -> None:
@@ -77,20 +85,23 @@ def _check_drafter(speculative: Mapping[str, Any]) -> None:
         read_layout(config, f"'{drafter}' of --speculative-config")
 
 
-def _check_architecture(folder: Path, config: Mapping[str, Any], trusts_code: bool) -> None:
-    """Raises ValueError if the `config` of the model in `folder` names no architecture and none
-    follows from its type, or, unless remote code is trusted, if neither this project nor vLLM nor
-    transformers knows it."""
+def _check_architecture(arguments: EngineArgs, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if `config`, the model's, names no architecture and none follows from its
+    type, or, unless remote code is trusted, if neither this project nor vLLM nor transformers knows
+    it."""
+    overrides = arguments.hf_overrides
+    config = {**config, **(overrides if isinstance(overrides, dict) else {})}
     names, known = config.get("architectures") or [], ModelRegistry.get_supported_archs()
     kind = config.get("model_type")
     if names:
         what = f"is a {', '.join(names)}, which"
-        is_known = trusts_code or kind in transformers.CONFIG_MAPPING
+        is_known = arguments.trust_remote_code or kind in transformers.CONFIG_MAPPING
         is_known |= any(name in known or hasattr(transformers, name) for name in names)
     else:
         what = "has no architectures in its config.json: it"
         is_known = MODEL_MAPPING_NAMES.get(kind) in known  # which vLLM takes
     if not is_known:
+        folder = Path(arguments.model).expanduser()  # or a name of the hub's
         raise ValueError(
             f"The model in '{folder}' {what} cannot be served. The diffusion models that can are "
             f"{', '.join((DIFFUSION_GEMMA, *FAMILIES))}."

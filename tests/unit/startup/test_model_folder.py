@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from vllm.engine.arg_utils import EngineArgs
 
+from vllm_dllm import plugin
 from vllm_dllm.errors import InputError
 from vllm_dllm.startup import hub, model_folder
-from vllm_dllm.startup.model_folder import check_engine_arguments, check_model
+from vllm_dllm.startup.model_folder import (
+    check_downloaded_model,
+    check_engine_arguments,
+    check_model,
+)
 
 
 @pytest.fixture
@@ -175,7 +181,7 @@ def test_a_tokenizer_of_the_hub(clone: Path, network: list[tuple[str, int]]) -> 
 
 def arguments(model: str, **others: Any) -> Any:
     """Of an engine."""
-    nones = dict.fromkeys(("tokenizer", "speculative_config", "hf_overrides"))
+    nones = dict.fromkeys(("revision", "tokenizer", "speculative_config", "hf_overrides"))
     flags = {"skip_tokenizer_init": False, "trust_remote_code": False}
     return SimpleNamespace(**{"model": model, **nones, **flags, **others})
 
@@ -240,6 +246,35 @@ def test_an_architecture_that_nobody_knows(clone: Path) -> None:
     with pytest.raises(ValueError, match=r"is a LLaDAModelLM, which cannot be served.*SDARMoeForC"):
         check_engine_arguments(arguments(small))
     check_engine_arguments(arguments(small, trust_remote_code=True))
+
+
+def test_an_architecture_of_the_hub_that_nobody_knows(clone: Path) -> None:
+    """What vLLM says of it is to trust its code."""
+    folder = clone / "cache" / "models--some--model" / "snapshots" / "main"
+    folder.mkdir(parents=True)
+    write(folder, architectures=["DreamModel"], model_type="Dream")
+    model = arguments("some/model")
+    check_downloaded_model(arguments("no/model"))
+    with pytest.raises(ValueError, match=r"'some/model' is a DreamModel, which .*SDARMoeForCausal"):
+        check_downloaded_model(model)
+    write(folder, architectures=["Qwen3ForCausalLM"])
+    check_downloaded_model(model)
+
+
+def test_the_hubs_model_is_looked_at_where_vllm_refuses_it(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: EngineArgs) -> None:
+        raise ValueError("Please pass the argument `trust_remote_code=True`")
+
+    plugin.register()
+    monkeypatch.setattr(EngineArgs, "create_model_config", refuse)
+    snapshot = clone / "cache" / "models--some--model" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for architecture, error in (("DreamModel", "is a DreamModel"), ("Qwen3ForCausalLM", "trust_")):
+        write(snapshot, architectures=[architecture])
+        with pytest.raises(ValueError, match=error):
+            EngineArgs("some/model", skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.parametrize("config", [{}, {"architectures": None, "model_type": "diffusion_gemma"}])
