@@ -159,6 +159,13 @@ def load_drafter(path: Path) -> DFlashDrafter:
             f"dflash_config with {' and '.join(OPTIONS)}, as z-lab publishes drafters, got "
             f"{config.architectures} and {options}"
         )
+    # Newer drafters of z-lab's have it inside.
+    config.block_size = options.get("block_size") or getattr(config, "block_size", None)
+    if config.block_size is None:
+        raise InputError(
+            f"{path / 'config.json'}: expected block_size, the slots of a block with its anchor, "
+            f"there or in its dflash_config. Add it."
+        )
     other = [key for key in OTHER_LAYERS if options.get(key) or getattr(config, key, None)]
     if set(config.layer_types) != {"full_attention"}:
         other.append("layer_types")

@@ -142,6 +142,21 @@ def test_refuses_layers_that_see_otherwise(
         load_drafter(folder)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_where_the_block_size_is(drafter_folder: Path, tmp_path: Path, inside: bool) -> None:
+    """Newer drafters of z-lab's have it inside dflash_config."""
+    folder = Path(shutil.copytree(drafter_folder, tmp_path / "newer"))
+    config = json.loads((folder / "config.json").read_text())
+    size = config.pop("block_size")
+    config["dflash_config"] |= {"block_size": size} if inside else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    if inside:
+        assert load_drafter(folder).config.block_size == size
+    else:
+        with pytest.raises(InputError, match=r"expected block_size, .* or in its dflash_config"):
+            load_drafter(folder)
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
