@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
@@ -35,10 +36,19 @@ def has_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
 
 
+def can_keep_compiled_models() -> bool:
+    """Whether vLLM's folder for what it compiles can be written to, or made."""
+    folder = os.path.abspath(envs.VLLM_CACHE_ROOT)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
 def choose_compilation(vllm_config: VllmConfig) -> None:
     """Sets in `vllm_config`, in place, the compilation mode and backend that the command line left
-    open. `--enforce-eager` and `--compilation-config` take precedence. Without a C++ compiler the
-    model runs as a trace, and the log says so. Engines that share experts are never compiled."""
+    open. `--enforce-eager` and `--compilation-config` take precedence. Without a C++ compiler, or
+    a folder for what it makes, the model runs as a trace, and the log says so. Engines that share
+    experts are never compiled."""
     assert vllm_config.model_config is not None
     config = vllm_config.compilation_config
     if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
@@ -49,10 +59,12 @@ def choose_compilation(vllm_config: VllmConfig) -> None:
         or config.mode == CompilationMode.NONE
         or vllm_config.optimization_level == OptimizationLevel.O0
     )
-    if not is_eager and config.mode is None and not has_compiler():
+    obstacle = None if is_eager or config.mode is not None else _find_obstacle()
+    if obstacle is not None:
         logger.info(
-            "No C++ compiler with Python headers found (g++, python3-dev): the model runs as a "
-            "trace of single operations, about a third slower than compiled."
+            "%s: the model runs as a trace of single operations, about a third slower than "
+            "compiled.",
+            obstacle,
         )
         config.mode = CompilationMode.DYNAMO_TRACE_ONCE
         config.backend = "eager"
@@ -62,6 +74,15 @@ def choose_compilation(vllm_config: VllmConfig) -> None:
         # The worker inherits this. With this backend vLLM stores nothing ahead of time,
         # yet would work out a key for it, 14 ms, at every forward.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
+def _find_obstacle() -> str | None:
+    """Returns why the model cannot be compiled, or None if it can."""
+    if not has_compiler():
+        return "No C++ compiler with Python headers found (g++, python3-dev)"
+    if not can_keep_compiled_models():
+        return f"Nothing can be written to VLLM_CACHE_ROOT ({envs.VLLM_CACHE_ROOT})"
+    return None
 
 
 def reuse_compiled_models(vllm_config: VllmConfig) -> None:

@@ -13,9 +13,11 @@ import atexit
 import contextlib
 import importlib
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +32,8 @@ from vllm_dllm.startup import hub
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable with the path of the file that a child writes its first error to."""
+WORKERS_S = 5
+"""Seconds that the workers of an engine that could not start have to end by themselves."""
 
 
 def install() -> None:
@@ -52,7 +56,8 @@ def shows_tracebacks() -> bool:
 class _FirstError(logging.Handler):
     """Writes to the file that `FILE` names why a process could not start, unless another process
     wrote it before. Where tracebacks are not wanted, removes them from the log and ends an engine's
-    process, since Python would print its own."""
+    process, since Python would print its own. An engine's process waits for its workers without a
+    limit, so they are killed after `WORKERS_S`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the exception of a record that ends a start, and ignores other records. Raises
@@ -65,10 +70,28 @@ class _FirstError(logging.Handler):
         data = one_line(error).encode(errors="backslashreplace")
         with contextlib.suppress(OSError), open(path, "xb", opener=_open_for_owner) as file:
             file.write(data)
+        is_engine = record.name == log_lines.ENGINE and has_parent()
+        if is_engine:
+            _kill_workers_later()
         if not shows_tracebacks():
             record.exc_info = None
-            if record.name == log_lines.ENGINE and has_parent():
+            if is_engine:
                 raise SystemExit(1)
+
+
+def _kill_workers_later() -> None:
+    """Has this engine's workers killed in `WORKERS_S`. A worker may be in a call that no signal
+    ends. And Python drops the SystemExit of vLLM's signal handler if it comes while an object is
+    deleted, as thousands are after a failed compilation."""
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    workers = multiprocessing.active_children()
+    timer = threading.Timer(WORKERS_S, kill)
+    timer.daemon = True
+    timer.start()
 
 
 def _ends_start(record: logging.LogRecord) -> bool:

@@ -1,5 +1,6 @@
 """Which way a CPU runs the forward."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -62,6 +63,25 @@ def test_a_compiler_without_the_headers_is_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compilation.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: "/nonexistent")
     assert not compilation.has_compiler()
+
+
+@pytest.mark.parametrize("name", ["file/cache", "read-only/cache", "read-only", "new/cache"])
+def test_a_model_is_compiled_only_if_there_is_a_place_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """A container's user often has no home that it may write to."""
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir()
+    may_write = os.access
+    monkeypatch.setattr(
+        compilation.os,
+        "access",  # root may write everywhere
+        lambda path, mode: path != str(tmp_path / "read-only") and may_write(path, mode),
+    )
+    monkeypatch.setattr(compilation, "has_compiler", lambda: True)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / name))
+    backend = config().compilation_config.backend
+    assert backend == ("inductor" if name == "new/cache" else "eager")
 
 
 @pytest.fixture

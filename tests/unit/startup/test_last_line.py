@@ -139,6 +139,46 @@ def test_a_start_that_is_told_to_stop(tmp_path: Path, level: str | None, is_show
     assert done.stderr.splitlines()[-1] == said
 
 
+STUCK = """
+import logging, multiprocessing, signal
+from vllm_dllm.compat.log_lines import ENGINE, FAILED_START
+from vllm_dllm.startup import last_line
+
+def work(ready):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    signal.pause()
+
+def start():
+    last_line.install()
+    last_line.WORKERS_S = 0.1
+    ready = multiprocessing.Event()
+    multiprocessing.Process(target=work, args=(ready,), daemon=True).start()
+    ready.wait()
+    try:
+        raise ValueError("the disk is full")
+    except ValueError:
+        logging.getLogger(ENGINE).exception(FAILED_START[ENGINE])
+        raise
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    last_line.install()
+    engine = multiprocessing.Process(target=start)
+    engine.start()
+    engine.join(30)
+    raise RuntimeError("Engine core initialization failed." if engine.exitcode == 1 else "It hangs")
+"""
+
+
+@pytest.mark.parametrize("level", [None, "INFO"], ids=["quiet", "with tracebacks"])
+def test_an_engine_whose_worker_does_not_end(tmp_path: Path, level: str | None) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STUCK)
+    done = run_apart(program, "serve", level=level)
+    assert done.stderr.splitlines()[-1] == "Error: the disk is full"
+
+
 PARSE = """
 import argparse
 parser = argparse.ArgumentParser()
