@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 
 load_general_plugins()
-AsyncEngineArgs(model=sys.argv[1], enforce_eager=True).create_engine_config()
+AsyncEngineArgs(model=sys.argv[1]).create_engine_config()
 print("RESULT", json.dumps(sorted(fork_server.changed_variables(early, os.environ))))
 """
 
@@ -40,11 +40,14 @@ def test_engine_and_worker_come_from_one_process(server: Server) -> None:
     assert REFUSED not in server.log.read_text()
 
 
-def test_the_environment_is_foreseen() -> None:
-    """What vLLM sets before it starts an engine, and libraries read when they are loaded."""
+@pytest.mark.parametrize("compiler", [{}, {"CXX": "/nowhere"}], ids=["a compiler", "none"])
+def test_the_environment_is_foreseen(compiler: dict[str, str]) -> None:
+    """What vLLM and we set before an engine starts, and libraries read when they are loaded."""
     given = ("OMP_", "GOMP_", "KMP_", "VLLM_RING")  # or they would not be ours
     environment = {k: v for k, v in os.environ.items() if not k.startswith(given)}
-    assert "RESULT []" in output_of("-c", PROGRAM, CHECKPOINT, env=environment).splitlines()
+    assert (
+        "RESULT []" in output_of("-c", PROGRAM, CHECKPOINT, env=environment | compiler).splitlines()
+    )
 
 
 @pytest.mark.parametrize(

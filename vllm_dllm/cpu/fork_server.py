@@ -34,7 +34,7 @@ READ_BY_LIBRARIES = (
 NOT_READ_AT_IMPORT = (
     # Set when the configuration has been read, and read after that.
     *("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DLLM_", "VLLM_SSM_CONV_STATE_LAYOUT"),
-    "VLLM_WORKER_MULTIPROC_METHOD",
+    *("VLLM_USE_AOT_COMPILE", "VLLM_WORKER_MULTIPROC_METHOD"),
     # Set by scikit-learn and OpenCV when they are imported, in the fork server, too.
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "LD_LIBRARY_PATH"),
 )

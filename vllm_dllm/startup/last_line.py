@@ -10,7 +10,6 @@ it last.
 """
 
 import atexit
-import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -55,25 +54,29 @@ def shows_tracebacks() -> bool:
 
 class _FirstError(logging.Handler):
     """Writes to the file that `FILE` names why a process could not start, unless another process
-    wrote it before. Where tracebacks are not wanted, removes them from the log and ends an engine's
-    process, since Python would print its own. An engine's process waits for its workers without a
-    limit, so they are killed after `WORKERS_S`."""
+    wrote it before. Where tracebacks are not wanted, and the file could be written, removes them
+    from the log and ends an engine's process, since Python would print its own. Kills the workers
+    of an engine after `WORKERS_S`, because its process would wait for them without a limit."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the exception of a record that ends a start, and ignores other records. Raises
-        SystemExit in an engine's process if tracebacks are not wanted."""
+        SystemExit in an engine's process if no traceback is to come."""
         error = record.exc_info[1] if record.exc_info else None
         path = os.environ.get(FILE)
         if error is None or path is None or not _ends_start(record):
             return
         # Neither a full disk nor a name that no text can hold must hide the error itself.
         data = one_line(error).encode(errors="backslashreplace")
-        with contextlib.suppress(OSError), open(path, "xb", opener=_open_for_owner) as file:
-            file.write(data)
+        is_kept = True
+        try:
+            with open(path, "xb", opener=_open_for_owner) as file:
+                file.write(data)
+        except OSError as failure:
+            is_kept = isinstance(failure, FileExistsError)
         is_engine = record.name == log_lines.ENGINE and has_parent()
         if is_engine:
             _kill_workers_later()
-        if not shows_tracebacks():
+        if is_kept and not shows_tracebacks():
             record.exc_info = None
             if is_engine:
                 raise SystemExit(1)

@@ -65,23 +65,26 @@ def test_a_compiler_without_the_headers_is_none(monkeypatch: pytest.MonkeyPatch)
     assert not compilation.has_compiler()
 
 
-@pytest.mark.parametrize("name", ["file/cache", "read-only/cache", "read-only", "new/cache"])
+@pytest.mark.parametrize(
+    "name", ["file/cache", "read-only/cache", "read-only", "new/cache", "filled"]
+)
 def test_a_model_is_compiled_only_if_there_is_a_place_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """A container's user often has no home that it may write to."""
     (tmp_path / "file").touch()
     (tmp_path / "read-only").mkdir()
+    (tmp_path / "filled" / "torch_compile_cache").mkdir(parents=True)
     may_write = os.access
     monkeypatch.setattr(
         compilation.os,
         "access",  # root may write everywhere
-        lambda path, mode: path != str(tmp_path / "read-only") and may_write(path, mode),
+        lambda path, mode: path == str(tmp_path) and may_write(path, mode),
     )
     monkeypatch.setattr(compilation, "has_compiler", lambda: True)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / name))
     backend = config().compilation_config.backend
-    assert backend == ("inductor" if name == "new/cache" else "eager")
+    assert backend == ("inductor" if name in ("new/cache", "filled") else "eager")
 
 
 @pytest.fixture

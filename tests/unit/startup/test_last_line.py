@@ -70,6 +70,18 @@ def test_the_first_error_of_a_child(tmp_path: Path, method: str) -> None:
     assert not list(tmp_path.glob("*.error"))
 
 
+def test_an_error_that_no_file_takes_keeps_its_traceback(tmp_path: Path) -> None:
+    """The disk may be full, which ended the start."""
+    program = tmp_path / "program.py"
+    text = PROGRAM.replace("{error}", "RuntimeError(ENGINE_FAILED)")
+    before = "    last_line.install()\n    try:"
+    now = "    logging.basicConfig()\n    last_line.os.environ[last_line.FILE] = '/nowhere/error'\n"
+    assert before in text
+    program.write_text(text.replace(before, now + before))
+    done = run_apart(program, "serve", "spawn", level=None)
+    assert "ValueError: head_size must be\n  64, got 65" in done.stderr, done.stderr
+
+
 def test_no_file_is_left_of_an_error_that_is_handled(tmp_path: Path) -> None:
     last_words(tmp_path, "SystemExit(1)")
     assert not list(tmp_path.glob("*.error"))
@@ -146,6 +158,7 @@ from vllm_dllm.startup import last_line
 
 def work(ready):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.alarm(60)
     ready.set()
     signal.pause()
 
