@@ -37,11 +37,9 @@ def has_compiler() -> bool:
 
 
 def can_keep_compiled_models() -> bool:
-    """Whether vLLM's folder for what it compiles is there, or can be made. One that is there may be
-    read-only: in a container's image, with what was compiled before."""
+    """Whether vLLM's folder for what it compiles can be written to, or made. PyTorch also writes to
+    it when it only loads a model."""
     folder = os.path.abspath(os.path.join(envs.VLLM_CACHE_ROOT, "torch_compile_cache"))
-    if os.path.isdir(folder):
-        return True
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
