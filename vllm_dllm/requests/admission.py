@@ -24,6 +24,7 @@ from vllm_dllm.requests.limits import (
     check_numbers,
     check_prediction_text,
     check_prompt,
+    check_repetition_detection,
     check_request_limits,
     check_sampler_limits,
     check_token_limits,
@@ -92,6 +93,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     options = _read_options(params, served)
     if served.limits is not None:
         check_request_limits(served.limits, params, options)
+        check_repetition_detection(params)
         check_prediction_text(served.limits, options, served.tokenizer)
     if served.family is not None and not served.family.is_causal:
         for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
@@ -142,6 +144,7 @@ def admit_target(params: SamplingParams, vocab_size: int, resolve: Resolve) -> A
     check_logprobs(request.sampling_params, vocab_size)
     check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
+    check_repetition_detection(request.sampling_params)
     return request
 
 

@@ -124,6 +124,8 @@ def _check_limit(name: str, unit: str, value: int, most: int) -> None:
 
 
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
+MOST_REPEATED = 512
+"""The most tokens that a request may have looked at behind each token for a repetition."""
 LARGEST_PENALTY = 1e6
 """The largest repetition penalty. A logit in fp32 that is multiplied or divided by it stays finite
 and does not become 0."""
@@ -145,6 +147,12 @@ def check_numbers(params: SamplingParams) -> None:
             f"{params.seed}. Take a smaller one.",
             parameter="seed",
         )
+    if params.top_k > LARGEST_SEED:  # no message to the engine holds more
+        raise VLLMValidationError(
+            f"top_k must be at most {LARGEST_SEED}, got {params.top_k}. Leave it out to draw from "
+            f"all tokens.",
+            parameter="top_k",
+        )
     penalty = params.repetition_penalty
     if not 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY:
         raise VLLMValidationError(
@@ -159,6 +167,22 @@ def check_numbers(params: SamplingParams) -> None:
                 f"Use allowed_token_ids or bad_words to exclude tokens.",
                 parameter="logit_bias",
             )
+
+
+def check_repetition_detection(params: SamplingParams) -> None:
+    """Raises VLLMValidationError if a request asks to find long repetitions. The engine looks for
+    those of each size after each token, in Python, while everybody waits: 0.3 s for one token of
+    8,000 if there is no limit."""
+    wanted = params.repetition_detection
+    if wanted is None:
+        return
+    size, count = max(wanted.max_pattern_size, 1), wanted.min_count
+    if size * count > MOST_REPEATED:
+        raise VLLMValidationError(
+            f"repetition_detection must look at no more than {MOST_REPEATED} tokens, "
+            f"max_pattern_size times min_count, got {size} times {count}. Lower one of them.",
+            parameter="repetition_detection",
+        )
 
 
 def check_sampler_limits(params: SamplingParams) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 from tests.unit.requests.served_model import (
     NEMOTRON,
@@ -33,6 +33,7 @@ from vllm_dllm.requests.options import (
 )
 
 CANVAS = [7] * C
+REPETITIONS = RepetitionDetectionParams(max_pattern_size=10**6, min_count=2)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a wider canvas": ({"canvas_length": C + 1}, "at most 64, the served canvas, got 65"),
     "a short seed": ({"seed_canvas": [1, 2]}, "must be 64 token ids from 0 to 511, .* got 2"),
@@ -247,7 +248,9 @@ def test_the_prompts_of_an_http_request_are_counted_together() -> None:
 
 def test_offline_nobody_waits_for_others() -> None:
     to = served(limits=None)
-    assert options({"diffusion_canvas_length": 1}, to, n=1000).canvas_length == 1
+    long = {"repetition_detection": REPETITIONS}
+    assert options({"diffusion_canvas_length": 1}, to, n=1000, **long).canvas_length == 1
+    assert refusal({}, **long).parameter == "repetition_detection"
 
 
 def test_a_target_has_no_options() -> None:
@@ -259,6 +262,7 @@ def test_a_target_has_no_options() -> None:
         {"repetition_penalty": 1e300},
         {"allowed_token_ids": [7] * 1025},
         {"logprobs": V + 1},
+        {"repetition_detection": REPETITIONS},
     ):
         request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
         with pytest.raises(VLLMValidationError):

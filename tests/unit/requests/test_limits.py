@@ -1,12 +1,13 @@
 """What one request may ask of a server: the last that is served, the first that is refused, and
 numbers and lists that would end an engine or defeat a rule."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS
 from vllm_dllm.config.extension import RequestLimits
@@ -14,6 +15,7 @@ from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_first_token,
     check_numbers,
+    check_repetition_detection,
     check_request_limits,
     check_sampler_limits,
     check_token_limits,
@@ -89,6 +91,7 @@ def test_limits(name: str) -> None:
     ("options", "message"),
     [
         ({"max_tokens": 2**31 - 1}, "max_tokens must be at most 1073741824, got 2147483647"),
+        ({"top_k": 2**64}, f"top_k must be at most {2**63 - 1}, got {2**64}"),
         ({"repetition_penalty": 1e-320}, "from 1e-06 to 1e.06, got 1e-320"),
         ({"repetition_penalty": 1e300}, "repetition_penalty must be from .* got 1e.300"),
         (
@@ -110,7 +113,23 @@ def test_numbers_that_are_admitted() -> None:
     check_numbers(SamplingParams(max_tokens=None))
     check_numbers(SamplingParams(max_tokens=2**30))
     check_numbers(SamplingParams(seed=2**63 - 2, n=2))
+    check_numbers(SamplingParams(top_k=2**63 - 1))
     check_numbers(SamplingParams(repetition_penalty=1e-6, logit_bias={3: -100.0}))
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "is_served"),
+    [
+        *[(size, count, True) for size, count in ((20, 4), (256, 2), (0, 0), (1, 512))],
+        *[(size, count, False) for size, count in ((257, 2), (2, 257), (10**9, 2), (0, 2**64))],
+    ],
+)
+def test_repetitions_that_are_looked_for(size: int, count: int, is_served: bool) -> None:
+    """The engine looks for each size after each token."""
+    wanted = RepetitionDetectionParams(max_pattern_size=size, min_count=count)
+    complaint = pytest.raises(VLLMValidationError, match=f"repetition_detection .* times {count}")
+    with nullcontext() if is_served else complaint:
+        check_repetition_detection(SamplingParams(repetition_detection=wanted))
 
 
 def of_lists(allowed: int = 1, stops: int = 0, bad: int = 0, min_tokens: int = 1) -> None:
