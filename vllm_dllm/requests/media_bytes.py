@@ -9,6 +9,7 @@ begin like a container file, which has its pictures in it.
 """
 
 import os
+import reprlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,11 @@ class CarefulConnector(MediaConnector):
         """Returns the kind of media that vLLM's reader `media_io` reads. Raises VLLMValidationError
         if this server does not read such URLs, or a data URL is not in base64."""
         kind = VIDEO if isinstance(media_io, VideoMediaIO) else IMAGE
+        if not isinstance(url, str):  # in a part that vLLM does not check
+            raise kind.error(
+                f"{kind.subject}'s URL must be a text, got {reprlib.repr(url)}. Send it as "
+                f"{kind.example}"
+            )
         scheme = url.partition(":")[0].lower()
         is_web = scheme in ("http", "https")
         if is_web and not self.allowed_media_domains:

@@ -72,6 +72,12 @@ ADMITTED = {
     ),
     "a schema of /v1/messages": chat(output_config={"format": {"schema": SCHEMA}}),
     "a choice among tools": response(tool_choice={"type": "allowed_tools", "mode": "auto"}),
+    "parts": {
+        "messages": [
+            {"role": "user", "source": "me", "content": [{"type": "image_url", "image_pil": None}]},
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}, 5]},
+        ]
+    },
     "names that others have, too": chat(limits=3, logprobs=True, extra={"defaults": {}}),
 }
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
@@ -112,6 +118,13 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "an image of Python's": ({"image_pil": "AAAA"}, "image_pil is for programs that call vLLM"),
+    "a sound": ({"type": "input_audio", "input_audio": 5}, "input_audio has another type .* got 5"),
+    "an image of /v1/messages": ({"type": "image", "source": [1]}, r"source has .* got \[1\]"),
+}
+
+
 def check(body: dict[str, Any], server: str = NO_PARSER) -> None:
     check_request_body(body, parses_tool_calls=server == PARSES, forces_tool_calls=server == TELLS)
 
@@ -141,6 +154,17 @@ def test_what_stands_where_nobody_looks_is_refused(case: str) -> None:
         with pytest.raises(VLLMValidationError) as refusal:
             check(body)
         assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", WRONG_PARTS)
+def test_parts_of_another_type(case: str) -> None:
+    part, message = WRONG_PARTS[case]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part]}
+    for parts in ([part], [{"type": "text", "text": "Hi"}, part], [result]):
+        messages = [{"role": "user", "content": parts}]
+        for of_route in (messages, [messages]):  # as a batch has them
+            with pytest.raises(VLLMValidationError, match=message):
+                check({"messages": of_route})
 
 
 WITHOUT_XARGS: dict[str, dict[str, Any]] = {

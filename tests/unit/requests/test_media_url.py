@@ -76,6 +76,14 @@ def test_an_address_that_is_refused(kind: str, url: str, complaint: str) -> None
 
 
 @kinds
+def test_an_address_that_is_no_text(kind: str) -> None:
+    """vLLM looks at no types in a part with a `uuid`."""
+    wrong: Any
+    for wrong in (5, ["a"], True):
+        assert f"URL must be a text, got {wrong}" in refusal(kind, wrong)
+
+
+@kinds
 def test_files_below_the_allowed_folder(tmp_path: Path, kind: str) -> None:
     allowed = tmp_path / "allowed"
     allowed.mkdir()
