@@ -96,6 +96,8 @@ def speculator(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> WidthDFlashSp
     made.block_tables = SimpleNamespace(
         slot_mappings=mappings, gather_block_tables=lambda *_, **__: None
     )
+    counts = SimpleNamespace(gpu=zeros(len(REQUESTS), dtype=torch.int32))
+    made.req_states = SimpleNamespace(num_computed_tokens=counts)
     made.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
     made.draft_tokens = zeros(len(REQUESTS), WIDEST, dtype=torch.int64)
     rows = len(REQUESTS) * (WIDEST + 1)

@@ -14,6 +14,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_dllm.compat import version
 
 
 def has_causal_layers(config: Any) -> bool:
@@ -43,6 +46,8 @@ class DFlash2Hooks(FiniteStatesSpeculator, DFlash2Speculator):
 
 class DFlashHooks(FiniteStatesSpeculator):
     """vLLM's DFlash speculator, with some of its steps open to subclasses."""
+
+    req_states: RequestState  # the runner's, which the subclass is given
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -142,7 +147,13 @@ class DFlashHooks(FiniteStatesSpeculator):
             positions=input_batch.positions[last],
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[rows],
         )
-        self.block_tables.gather_block_tables(last_tokens.idx_mapping, num_reqs_padded=num_reqs)
+        computed = {}
+        if version.is_at_least("0.33"):
+            # Without blocks that a window has passed: what others wrote there may read as NaN.
+            computed["num_computed_tokens"] = self.req_states.num_computed_tokens.gpu
+        self.block_tables.gather_block_tables(
+            last_tokens.idx_mapping, num_reqs_padded=num_reqs, **computed
+        )
         if (watermarker := getattr(self, "draft_watermarker", None)) is not None:  # vLLM 0.33
             # By row of the whole batch. Rows only move forwards.
             for column in (watermarker.state.contexts, watermarker.state.enabled):

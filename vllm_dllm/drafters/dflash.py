@@ -80,7 +80,7 @@ class WidthDFlashSpeculator(DFlashHooks):
             (self.max_num_reqs,), self.num_speculative_steps, dtype=torch.int32, device=device
         )
         self._widths: dict[str, int] = {}
-        self._req_states = req_states
+        self.req_states = req_states
         self._stop_tokens: dict[str, set[int]] = {}
 
     @torch.inference_mode()
@@ -191,8 +191,8 @@ class WidthDFlashSpeculator(DFlashHooks):
         ended = np.zeros(input_batch.num_reqs, dtype=bool)
         if self.device.type != "cpu":
             return ended
-        tokens = self._req_states.all_token_ids.gpu.numpy()
-        totals = self._req_states.total_len.gpu.numpy()
+        tokens = self.req_states.all_token_ids.gpu.numpy()
+        totals = self.req_states.total_len.gpu.numpy()
         counts = num_sampled.tolist()
         for row, (name, slot) in enumerate(
             zip(input_batch.req_ids, input_batch.idx_mapping_np.tolist(), strict=True)

@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
+from vllm_dllm.compat import version
 from vllm_dllm.compat.dflash import FiniteStatesSpeculator
 from vllm_dllm.drafters import model
 from vllm_dllm.drafters.dflash import WidthDFlashSpeculator
@@ -58,9 +59,9 @@ class Batch:
     seq_lens_cpu_upper_bound: Any = None
 
 
-def test_watermarks_follow_the_requests_that_are_drafted_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("is_newer", [False, True], ids=["0.32", "0.33"])
+def test_a_draft_for_some_requests(monkeypatch: pytest.MonkeyPatch, is_newer: bool) -> None:
+    """Watermarks follow the requests, and cache blocks that a window has passed stay away."""
     numbers = torch.arange(3)
     batch = Batch(
         idx_mapping=numbers,
@@ -73,10 +74,18 @@ def test_watermarks_follow_the_requests_that_are_drafted_for(
     speculator = object.__new__(WidthDFlashSpeculator)
     speculator.device = torch.device("cpu")
     speculator.draft_watermarker = SimpleNamespace(state=state)
-    speculator.block_tables = SimpleNamespace(gather_block_tables=lambda *_, **__: None)
+    gathered: list[dict[str, Any]] = []
+    speculator.block_tables = SimpleNamespace(
+        gather_block_tables=lambda *_, **options: gathered.append(options)
+    )
+    computed = torch.tensor([5, 6, 7], dtype=torch.int32)
+    speculator.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=computed))
+    monkeypatch.setattr(version, "is_at_least", lambda _: is_newer)
     monkeypatch.setattr(FiniteStatesSpeculator, "propose", lambda self, *_: "drafts")
     rows, rejected = np.array([0, 2]), torch.zeros(3, dtype=torch.int32)
     states = torch.zeros(3, 4)
     found = speculator.propose_for_requests(rows, batch, {}, {}, states, None, rejected, rejected)
     assert found == "drafts"
+    newer = {"num_computed_tokens": computed} if is_newer else {}
+    assert gathered == [{"num_reqs_padded": 2, **newer}]
     assert state.contexts[:2, 0].tolist() == [7, 9] and state.enabled[:2].tolist() == [True, True]
