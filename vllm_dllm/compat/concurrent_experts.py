@@ -35,8 +35,8 @@ def allow_concurrent_experts(vllm_config: VllmConfig) -> bool:
     is built, which copies these settings.
 
     Layers keep vLLM's order on other devices, where a user wants one stream, where ranks share a
-    layer (the sum over ranks would have to wait, too), and with adapters or steps in parts, which
-    have streams of their own.
+    layer (the sum over ranks would have to wait, too), and with adapters, which have streams of
+    their own.
     """
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     config = vllm_config.model_config.hf_text_config
@@ -46,7 +46,6 @@ def allow_concurrent_experts(vllm_config: VllmConfig) -> bool:
         and not getattr(config, "hidden_size_per_layer_input", None)
         and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM
         and parallel.world_size_across_dp == 1
-        and not parallel.use_ubatching
         and vllm_config.lora_config is None
         # Of graphs in parts, one part may not wait for what another has launched.
         and "vllm::moe_forward" not in (compilation.splitting_ops or ())

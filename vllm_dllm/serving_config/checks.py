@@ -39,8 +39,10 @@ def check_use(vllm_config: VllmConfig) -> None:
 def check_sampler_options(vllm_config: VllmConfig) -> None:
     """Raises ValueError for options that only vLLM's own runners know, and for two with which an
     assertion of vLLM's would end the engine: the experts of each token, and prefills that skip
-    layers, at a request for `prompt_logprobs`."""
+    layers, at a request for `prompt_logprobs`. Also for steps in halves (`enable_dbo`): the halves
+    would share the flags that attention reads, and a canvas sees all of its rows."""
     model_config, drafts = vllm_config.model_config, vllm_config.speculative_config
+    parallel_config = vllm_config.parallel_config
     for option, value in (
         ("speculative_config", drafts and drafts.method),
         ("logits_processors", model_config.logits_processors),
@@ -48,10 +50,9 @@ def check_sampler_options(vllm_config: VllmConfig) -> None:
         ("enable_prompt_embeds", model_config.enable_prompt_embeds),
         ("kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("enable_return_routed_experts", vllm_config.aux_output_config.enabled),
-        (
-            "enable_batch_sharded_sampling",
-            vllm_config.parallel_config.enable_batch_sharded_sampling,
-        ),
+        ("enable_batch_sharded_sampling", parallel_config.enable_batch_sharded_sampling),
+        ("enable_dbo", parallel_config.enable_dbo),
+        ("ubatch_size", parallel_config.ubatch_size > 1 and parallel_config.ubatch_size),
     ):
         if value:
             raise ValueError(

@@ -183,6 +183,8 @@ def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
         {"enable_prompt_embeds": True},
         {"enable_return_routed_experts": True},
         {"enable_batch_sharded_sampling": True, "tensor_parallel_size": 2},
+        {"enable_dbo": True},
+        {"ubatch_size": 2},
     ],
     ids=lambda option: next(iter(option)),
 )

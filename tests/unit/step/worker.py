@@ -55,7 +55,6 @@ def config(
             rank=0,
             tensor_parallel_size=num_workers,
             worker_cls="",
-            use_ubatching=False,
             prefill_context_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),

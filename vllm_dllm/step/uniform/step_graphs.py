@@ -24,7 +24,7 @@ def can_be_captured(step: UniformStep, vllm_config: VllmConfig) -> bool:
     forwards compute the runner's own rows."""
     parallel, soft = vllm_config.parallel_config, step.soft_embedding
     is_exact = not soft.tolerance and soft.top_k is None
-    is_whole = not parallel.use_ubatching and parallel.prefill_context_parallel_size == 1
+    is_whole = parallel.prefill_context_parallel_size == 1
     return is_exact and is_whole and bool(step.model.streams_vocabulary)
 
 
