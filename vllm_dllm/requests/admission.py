@@ -19,6 +19,7 @@ from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.requests.http import key_error
 from vllm_dllm.requests.limits import (
     check_allowed_tokens,
+    check_embeddings,
     check_first_token,
     check_logprobs,
     check_numbers,
@@ -145,6 +146,7 @@ def admit_target(params: SamplingParams, vocab_size: int, resolve: Resolve) -> A
     check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
     check_repetition_detection(request.sampling_params)
+    check_embeddings(request.prompt_embeds)
     return request
 
 

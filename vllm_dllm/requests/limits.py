@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -126,6 +127,8 @@ def _check_limit(name: str, unit: str, value: int, most: int) -> None:
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
 MOST_REPEATED = 512
 """The most tokens that a request may have looked at behind each token for a repetition."""
+LARGEST_EMBEDDING = 1e4
+"""The largest value in a prompt of embeddings. Half precision holds 65504."""
 LARGEST_PENALTY = 1e6
 """The largest repetition penalty. A logit in fp32 that is multiplied or divided by it stays finite
 and does not become 0."""
@@ -167,6 +170,19 @@ def check_numbers(params: SamplingParams) -> None:
                 f"Use allowed_token_ids or bad_words to exclude tokens.",
                 parameter="logit_bias",
             )
+
+
+def check_embeddings(embeddings: torch.Tensor | None) -> None:
+    """Raises VLLMValidationError if a prompt has embeddings that no model computes with. A NaN
+    would stay in the KV cache, where attention multiplies it by 0 when later requests reuse the
+    block: their answers would be wrong."""
+    if embeddings is None or (embeddings.abs() <= LARGEST_EMBEDDING).all():  # False for NaN
+        return
+    raise VLLMValidationError(
+        f"prompt_embeds must be from {-LARGEST_EMBEDDING:g} to {LARGEST_EMBEDDING:g}, got "
+        f"{embeddings.min():g} to {embeddings.max():g}. Correct them.",
+        parameter="prompt_embeds",
+    )
 
 
 def check_repetition_detection(params: SamplingParams) -> None:

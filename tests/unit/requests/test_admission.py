@@ -1,9 +1,11 @@
 """The way of a request into the engine: what it asks for is refused, or becomes its options."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
@@ -255,7 +257,7 @@ def test_offline_nobody_waits_for_others() -> None:
 
 def test_a_target_has_no_options() -> None:
     params = SamplingParams(extra_args={"theirs": 1})
-    request = SimpleNamespace(sampling_params=params)
+    request = SimpleNamespace(sampling_params=params, prompt_embeds=None)
     assert admit_target(params, V, lambda params: request) is request
     assert params.extra_args == {"theirs": 1}
     for wrong in (
@@ -264,9 +266,22 @@ def test_a_target_has_no_options() -> None:
         {"logprobs": V + 1},
         {"repetition_detection": REPETITIONS},
     ):
-        request = SimpleNamespace(sampling_params=SamplingParams(**wrong))
+        request = SimpleNamespace(sampling_params=SamplingParams(**wrong), prompt_embeds=None)
         with pytest.raises(VLLMValidationError):
             admit_target(params, V, lambda params, request=request: request)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e38, 20_000])
+def test_embeddings_of_a_prompt_are_numbers(value: float) -> None:
+    """A NaN in the KV cache would spoil answers of others."""
+    params = SamplingParams()
+    embeddings = torch.full((3, 4), 1e4, dtype=torch.bfloat16)
+    request = SimpleNamespace(sampling_params=params, prompt_embeds=embeddings)
+    assert admit_target(params, V, lambda params: request) is request
+    embeddings[1, 2] = value
+    with pytest.raises(VLLMValidationError, match=r"from -10000 to 10000, got") as error:
+        admit_target(params, V, lambda params: request)
+    assert error.value.parameter == "prompt_embeds"
 
 
 FAST_DLLM = FAMILIES["Fast_dLLM_QwenForCausalLM"]
