@@ -13,6 +13,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning.gemma4_engine_reasoning_parser import Gemma4ParserReasoningAdapter
 
 from vllm_dllm.compat.parsers import begins_in_reasoning
+from vllm_dllm.grammar.gemma_calls import CALL
 from vllm_dllm.requests.gemma_reader import (
     MARKERS,
     find_markers,
@@ -102,7 +103,8 @@ class Texts(NamedTuple):
 
 class ReasoningReader:
     """Reads one answer, piece by piece. From the first marker of a tool call on, all text is
-    content. That includes the markers, which the tool parser reads."""
+    content. That includes the markers, which the tool parser reads. In reasoning, only the marker
+    that begins a call does this: a grammar takes what follows any other for reasoning, too."""
 
     def __init__(self, markers: Collection[str], *, begins_open: bool) -> None:
         """Starts outside of reasoning, or with `begins_open` inside. `markers` are texts that are
@@ -130,7 +132,7 @@ class ReasoningReader:
                 self._thinks = True
             elif marker.group() == END:
                 self._thinks = False
-            elif marker.group() in MARKERS:
+            elif marker.group() == CALL or (marker.group() in MARKERS and not self._thinks):
                 self.has_ended, self._thinks, at = True, False, marker.start()
         end = len(text)
         if not self.has_ended:

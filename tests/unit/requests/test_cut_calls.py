@@ -191,6 +191,8 @@ TURN = "<|turn>model\n"
         (TURN, "<|channel>thought\nHm x.<channel|>so", Seen("Hm x.", "so")),
         (TURN, "so<channel|> it", Seen("", "so it")),
         (TURN, "a<image|><|tool_response>b", Seen("", "ab")),
+        # Not a call: a grammar after the reasoning begins at its end.
+        (TURN, '<|channel>Hm <|"|>x<tool_call|>.<channel|>so', Seen("Hm x.", "so")),
         (f"{TURN}<|channel>thought\n", "Hm x.<channel|>so", Seen("Hm x.", "so")),
         (f"{TURN}<|channel>thought\n", "Hm x.", Seen("Hm x.", "")),
         (f"{TURN}<|channel>thought\n", "Hm<image|> x.", Seen("Hm x.", "")),
