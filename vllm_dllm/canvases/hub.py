@@ -26,13 +26,17 @@ class Feed:
         """The feed's address, to which the worker sends: the names of the socket and of the
         request. It is one of the request's options."""
         self._canvases: deque[dict[str, Any]] = deque(maxlen=BUFFER_CANVASES)
+        self._blocks: dict[int, int] = {}  # by the position of a block's first token
         self._changed = asyncio.Event()
         self.has_ended = False
 
     def put_canvas(self, canvas: dict[str, Any]) -> None:
-        """Adds a canvas. If the buffer is full, the oldest canvas is lost. A feed that had ended
-        goes on."""
-        self._canvases.append(canvas)
+        """Adds a canvas, as `unpack_canvases` yields it, with the number of its block. If the
+        buffer is full, the oldest canvas is lost. A feed that had ended goes on."""
+        start = canvas.pop("start")
+        # Counted, since a verified draft may end, and the next one begin, at any position.
+        block = self._blocks.setdefault(start, len(self._blocks))
+        self._canvases.append({"block": block, **canvas})
         self.has_ended = False  # a preempted request comes back
         self._changed.set()
 

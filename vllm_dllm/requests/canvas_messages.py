@@ -16,7 +16,7 @@ _DTYPES = (np.int32, np.float32, np.int32, np.float32, np.uint8)
 
 def pack_canvases(
     topics: Sequence[bytes],  # [n]
-    numbers: np.ndarray,  # [n, 4] int32: length, block, step, finished
+    numbers: np.ndarray,  # [n, 4] int32: length, start, step, finished
     temperature: np.ndarray,  # [n] float32
     tokens: np.ndarray,  # [n, C] int32, valid up to `length`
     entropy_nats: np.ndarray,  # [n, C] float32
@@ -37,7 +37,8 @@ def pack_end(topic: bytes) -> bytes:
 
 def unpack_canvases(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields the topic of each canvas in a message, and the canvas as the client's event has it,
-    but without texts. None in place of a canvas: the feed has ended."""
+    but without texts, and with `start` in place of `block`: the position of its first token. None
+    in place of a canvas: the feed has ended."""
     topics, *arrays = msgspec.msgpack.decode(message)
     if not arrays:
         yield topics[0], None
@@ -48,9 +49,9 @@ def unpack_canvases(message: bytes) -> Iterator[tuple[bytes, dict[str, Any] | No
     )
     nats = nats.astype(np.float64)
     entropy = np.round(nats, 3)
-    for i, (length, block, step, finished) in enumerate(numbers.tolist()):
+    for i, (length, start, step, finished) in enumerate(numbers.tolist()):
         canvas = {
-            "block": block,
+            "start": start,
             "step": step,
             "finished": bool(finished),
             "temperature": round(temperature[i].item(), 4),

@@ -234,9 +234,10 @@ def _show_canvases(
     settled: Settled,
     next_canvas: torch.Tensor,  # [n, C] int64, what the next denoise step would read
 ) -> StepCanvases:
-    """Returns what a step did to its canvases, for those who watch."""
-    outcome = denoised.outcome
-    return StepCanvases(
+    """Returns what a step did to its canvases, for those who watch. A draft is finished by the step
+    that verifies it, and then has the tokens that join the answer."""
+    outcome, drafts = denoised.outcome, inputs.drafts
+    shown = StepCanvases(
         tokens=outcome.state.best_guess,
         accepted=outcome.accepted,
         next_canvas=next_canvas,
@@ -244,6 +245,22 @@ def _show_canvases(
         step=outcome.state.steps_done,
         temperature=denoised.temperature,
         start=inputs.starts,
+        length=inputs.batch.lengths,
         denoises=settled.denoises,
         finished=settled.finished,
+    )
+    if drafts is None:
+        return shown
+    is_over = drafts.is_draft & (settled.emitted > 0)
+    in_block = torch.arange(shown.tokens.shape[1], device=is_over.device) < settled.emitted[:, None]
+    before = shown.entropy_nats.roll(1, dims=1)  # a row that verifies predicts the next position
+    before[:, 0] = 0.0  # known before the draft
+    return shown._replace(
+        tokens=settled.best_guess,
+        accepted=torch.where(is_over[:, None], in_block, shown.accepted),
+        entropy_nats=torch.where(drafts.verified_now[:, None], before, shown.entropy_nats),
+        length=torch.where(is_over, settled.emitted, shown.length),
+        # Where nothing is drafted, there is no canvas.
+        denoises=shown.denoises | (is_over & (inputs.numbers.width > 1)),
+        finished=torch.where(drafts.is_draft, is_over, shown.finished),
     )

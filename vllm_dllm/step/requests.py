@@ -39,8 +39,6 @@ class StepRequests:
         extension: ExtensionConfig,
         vllm_config: VllmConfig,
         mask_id: int | None = None,  # what a first canvas holds; None: noise
-        *,
-        blocks_are_aligned: bool = False,  # counted from the prompt's first token, not its end
     ) -> None:
         self.slots, self.settings, self.extension = slots, settings, extension
         model_config = vllm_config.model_config
@@ -64,10 +62,8 @@ class StepRequests:
         parallel = vllm_config.parallel_config
         self.observers = CanvasObservers(
             extension.trace_path,
-            self._canvas_length,
             self._device,
             speaks=parallel.rank % parallel.tensor_parallel_size == 0,
-            blocks_are_aligned=blocks_are_aligned,
         )
         self._registries: tuple[Registry, ...] = (
             self.settings,

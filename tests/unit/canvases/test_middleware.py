@@ -252,8 +252,8 @@ ANSWER = (
 )
 
 
-def canvas(step: int, finished: bool = False) -> dict[str, Any]:
-    return {"step": step, "finished": finished}
+def canvas(step: int, finished: bool = False, start: int = 0) -> dict[str, Any]:
+    return {"step": step, "finished": finished, "start": start}
 
 
 def event(of: dict[str, Any]) -> bytes:
@@ -296,6 +296,15 @@ async def test_wherever_the_stream_is_cut(size: int) -> None:
     steps = [int(one.split()[-1]) for one in found if one.startswith(b"data: canvas")]
     assert steps == list(range(0, len(whole), size))
     assert found[-1] == ANSWER[-1]
+
+
+def test_blocks_are_counted() -> None:
+    """Wherever they begin: a verified draft may end anywhere. A preempted one comes again."""
+    feed = Feed("any")
+    for start in (5, 5, 7, 8, 8, 7, 16):
+        feed.put_canvas(canvas(1, start=start))
+    found = [feed.take_canvas() for _ in range(7)]
+    assert [one and one["block"] for one in found] == [0, 0, 1, 2, 2, 1, 3]
 
 
 async def test_the_end_waits_for_the_last_canvases() -> None:

@@ -35,13 +35,11 @@ def listener(folder: Path) -> Any:
 
 
 def observing(trace: Path | None = None, **options: Any) -> CanvasObservers:
-    known = {"speaks": True, "blocks_are_aligned": False}
-    return CanvasObservers(str(trace) if trace else None, C, CPU, **(known | options))
+    return CanvasObservers(str(trace) if trace else None, CPU, **({"speaks": True} | options))
 
 
-def request(slot: int, feed: str | None, prompt_len: int = 3, width: int | None = None) -> Any:
-    options = SimpleNamespace(canvas_feed=feed, canvas_length=width)
-    return SimpleNamespace(slot=slot, options=options, prompt_len=prompt_len)
+def request(slot: int, feed: str | None) -> Any:
+    return SimpleNamespace(slot=slot, options=SimpleNamespace(canvas_feed=feed))
 
 
 def batch(*slots: int) -> CanvasBatch:
@@ -57,6 +55,7 @@ def step(n: int, number: int = 1, start: int = 3) -> StepCanvases:
     return StepCanvases(
         *(tokens, tokens % 2 == 0, tokens + 100, tokens / 8),
         *(torch.full((n,), number), torch.full((n,), 0.75), torch.full((n,), start)),
+        torch.tensor([*[C] * (n - 1), C - 1]),
         *(denoises, torch.ones(n, dtype=torch.bool)),
     )
 
@@ -80,7 +79,7 @@ def test_a_client_sees_its_own_canvas(listener: Any) -> None:
     assert received(socket) == (
         topic.encode(),
         {
-            "block": 1,
+            "start": 3 + C,
             "step": 2,
             "finished": True,
             "temperature": 0.75,
@@ -118,21 +117,6 @@ def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
         ]
         assert received(second)[0] == topics[3].encode()
         assert received(socket) == (topics[0].encode(), None), "no other message came before"
-
-
-@pytest.mark.parametrize(
-    ("aligned", "prompt_len", "starts"),
-    [(False, 3, [3, 7, 11]), (True, 3, [3, 4, 8]), (True, 8, [8, 12, 16])],
-)
-def test_blocks_are_counted(
-    listener: Any, aligned: bool, prompt_len: int, starts: list[int]
-) -> None:
-    socket, name = listener
-    watching = observing(blocks_are_aligned=aligned)
-    watching.add_request(request(0, f"{name}/{canvas_feeds.new_random_name()}", prompt_len))
-    for start in starts:
-        watching.show_step(step(1, start=start), batch(0), ["a"])
-    assert [received(socket)[1]["block"] for _ in starts] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

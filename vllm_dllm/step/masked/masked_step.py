@@ -77,7 +77,6 @@ class MaskedStep(CanvasStep):
             self.extension,
             vllm_config,
             mask_id=self.mask_id,
-            blocks_are_aligned=not self.family.is_causal,
         )
         assert isinstance(requests.grammars, GrammarRuns)
         self.grammars = requests.grammars

@@ -32,6 +32,7 @@ class StepCanvases(NamedTuple):
     step: torch.Tensor  # [n] int64, 1-based
     temperature: torch.Tensor  # [n]
     start: torch.Tensor  # [n] int64, absolute position of the first token
+    length: torch.Tensor  # [n] int64, positions of each canvas
     denoises: torch.Tensor  # [n] bool, the others have nothing to show
     finished: torch.Tensor  # [n] bool
 
@@ -53,12 +54,10 @@ class StepCanvases(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """Where the canvases of a watched request are sent, and how its blocks are counted."""
+    """Where the canvases of a watched request are sent."""
 
     socket: Path  # of the API process whose client watches
     topic: bytes  # names the request to the API process
-    first: int  # absolute position at which block 0 begins, or would if it were whole
-    width: int  # tokens of a block
 
 
 class QueuedStep(NamedTuple):
@@ -66,7 +65,6 @@ class QueuedStep(NamedTuple):
 
     canvases: StepCanvases  # on the host, once `wait` returns
     wait: Callable[[], None]
-    lengths: list[int]
     watchers: list[Watcher]
 
 
@@ -110,13 +108,9 @@ class CanvasSender:
         """Sends a step's canvases: one message to each API process, whatever its number of
         clients."""
         shown, watchers = step.canvases, step.watchers
-        blocks = [
-            (start - watcher.first) // watcher.width
-            for start, watcher in zip(shown.start.tolist(), watchers, strict=True)
-        ]
-        columns = (step.lengths, blocks, shown.step.tolist(), shown.finished.tolist())
+        columns = (shown.length, shown.start, shown.step, shown.finished)
         arrays = (
-            np.array(columns, dtype=np.int32).T,
+            np.array([column.tolist() for column in columns], dtype=np.int32).T,
             shown.temperature.float().numpy(),
             shown.tokens.int().numpy(),
             shown.entropy_nats.float().numpy(),

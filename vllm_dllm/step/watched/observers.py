@@ -31,16 +31,13 @@ class CanvasObservers:
     def __init__(
         self,
         trace_path: str | None,
-        canvas_length: int,
         device: torch.device,
         *,
         speaks: bool,  # whether this worker shows canvases: one of a tensor-parallel group does
-        blocks_are_aligned: bool,  # counted from a request's first token, not from its answer's
     ) -> None:
         self.trace = CanvasTrace(trace_path) if trace_path and speaks else None
         self._traces, self._watched = bool(trace_path), set[int]()  # slots
-        self._canvas_length, self._device = canvas_length, device
-        self._speaks, self._blocks_are_aligned = speaks, blocks_are_aligned
+        self._speaks, self._device = speaks, device
         self._watchers: dict[int, Watcher] = {}
         self._sender: CanvasSender | None = None  # started by the first who watches
 
@@ -52,10 +49,7 @@ class CanvasObservers:
         self._watched.add(request.slot)
         if not self._speaks or (found := find_socket(feed)) is None:
             return
-        width, first = request.options.canvas_length or self._canvas_length, request.prompt_len
-        if self._blocks_are_aligned:
-            first -= first % width
-        self._watchers[request.slot] = Watcher(*found, first, width)
+        self._watchers[request.slot] = Watcher(*found)
         self._sender = self._sender or CanvasSender()
 
     def apply_staged_writes(self) -> None:
@@ -75,11 +69,10 @@ class CanvasObservers:
     def show_step(self, canvases: StepCanvases, batch: CanvasBatch, request_ids: list[str]) -> None:
         """Writes a step's canvases to the trace, and queues those of watched requests. Waits for
         the device only if there is a trace. `request_ids`: those of the whole batch."""
-        lengths = batch.lengths_np.tolist()
         if self.trace is not None:
             host, wait = canvases.copy_to_host()
             wait()
-            self.trace.write_step(host, lengths, [request_ids[i] for i in batch.requests_np])
+            self.trace.write_step(host, [request_ids[i] for i in batch.requests_np])
         watched = batch.canvases_in(self._watchers)
         if self._sender is None or not watched:
             return
@@ -87,7 +80,6 @@ class CanvasObservers:
         self._sender.send_step(
             QueuedStep(
                 *canvases.select(index).copy_to_host(),
-                [lengths[i] for i in watched],
                 [self._watchers[batch.slots_list[i]] for i in watched],
             )
         )
@@ -112,10 +104,10 @@ class CanvasTrace:
     def write_step(
         self,
         canvases: StepCanvases,  # on the host
-        lengths: list[int],  # positions of each canvas
         request_ids: list[str],  # of each canvas
     ) -> None:
         """Appends a line for each canvas that the step denoised."""
+        lengths = canvases.length.tolist()
         for i, (request_id, length) in enumerate(zip(request_ids, lengths, strict=True)):
             if not canvases.denoises[i]:
                 continue
