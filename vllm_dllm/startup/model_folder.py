@@ -131,13 +131,13 @@ def _check_is_found(name: str, kind: str) -> None:
     is_path = path.is_absolute() or name.startswith(("./", "../", "~")) or len(path.parts) > 2
     if not is_path and _is_left_to_vllm(name):
         return
-    folder = f"no such folder ({_describe_checkpoints(path)})"
+    beside = _describe_checkpoints(path)
     answer = "" if is_path else f", and {hub.why_not()}"
     network = "" if is_path else ", or connect this machine to the network"
     option = " with --tokenizer" if kind == "tokenizer" else ""
     raise ValueError(
-        f"There is no {kind} '{path}': {folder}{answer}. Name the folder of a checkpoint{option}"
-        f"{network}."
+        f"There is no {kind} '{path}': no such folder ({beside}){answer}. Name the folder of a "
+        f"checkpoint{option}{network}."
     )
 
 
