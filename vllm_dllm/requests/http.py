@@ -30,6 +30,19 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _COMMON_NAMES = {"defaults", "limits", "logprobs", "prediction"}
 """Names of our settings and keys that other software uses as well. Outside of vllm_xargs they are
 not taken for misplaced keys."""
+_MISTYPED = [
+    f"{PREFIX[:i]}{rest}"
+    for i in range(len(PREFIX))
+    for rest in (
+        f".?{PREFIX[i + 1 :]}",
+        f".{PREFIX[i:]}",
+        PREFIX[i : i + 2][::-1] + PREFIX[i + 2 :],
+    )
+]
+"""Patterns of the prefix of our keys with a letter left out, replaced, added or swapped."""
+_MISTYPED_KEY = re.compile(
+    f"(?:{'|'.join(_MISTYPED)})_?({'|'.join(key.removeprefix(PREFIX) for key in KEYS)})"
+)
 _OTHER_NAMES = {"max_denoising_steps": "max_steps"}
 """Names that `--diffusion-config` and `generation_config.json` have for our keys."""
 
@@ -182,9 +195,11 @@ def _find_key(name: str) -> str | None:
             f"--{option}-config for it, or leave it out.",
             parameter=name,
         )
-    key = f"{PREFIX}{ours.removeprefix(PREFIX)}"
     if ours.startswith(PREFIX):
-        return nearest_name(key, KEYS) or key
+        return nearest_name(ours, KEYS) or ours
+    if found := _MISTYPED_KEY.fullmatch(ours):
+        ours = found[1]
+    key = f"{PREFIX}{ours}"
     return key if key in KEYS else None
 
 

@@ -124,7 +124,8 @@ def _check_limit(name: str, unit: str, value: int, most: int) -> None:
         )
 
 
-SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**63 - 1
+SMALLEST_INTEGER, LARGEST_INTEGER = -(2**63), 2**63 - 1
+"""What fits into 64 bits, as in messages to the engine."""
 MOST_REPEATED = 512
 """The most tokens that a request may have looked at behind each token for a repetition."""
 LARGEST_EMBEDDING = 1e4
@@ -144,17 +145,11 @@ def check_numbers(params: SamplingParams) -> None:
             parameter="max_tokens",
         )
     last = params.n - 1  # answer i, counted from 0, has the seed + i
-    if params.seed is not None and not SMALLEST_SEED <= params.seed <= LARGEST_SEED - last:
+    if params.seed is not None and not SMALLEST_INTEGER <= params.seed <= LARGEST_INTEGER - last:
         raise VLLMValidationError(
-            f"seed must be from {SMALLEST_SEED} to {LARGEST_SEED - last} for n = {params.n}, got "
-            f"{params.seed}. Take a smaller one.",
+            f"seed must be from {SMALLEST_INTEGER} to {LARGEST_INTEGER - last} for n = {params.n}, "
+            f"got {params.seed}. Take a smaller one.",
             parameter="seed",
-        )
-    if params.top_k > LARGEST_SEED:  # no message to the engine holds more
-        raise VLLMValidationError(
-            f"top_k must be at most {LARGEST_SEED}, got {params.top_k}. Leave it out to draw from "
-            f"all tokens.",
-            parameter="top_k",
         )
     penalty = params.repetition_penalty
     if not 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY:
@@ -169,6 +164,18 @@ def check_numbers(params: SamplingParams) -> None:
                 f"logit_bias must be numbers from -100 to 100, got {value!r} for token {token}. "
                 f"Use allowed_token_ids or bad_words to exclude tokens.",
                 parameter="logit_bias",
+            )
+    numbers = {name: getattr(params, name) for name in params.__struct_fields__}
+    if (detection := params.repetition_detection) is not None:
+        numbers |= {
+            f"repetition_detection.{name}": value for name, value in vars(detection).items()
+        }
+    for name, number in numbers.items():
+        if isinstance(number, int) and not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
+            raise VLLMValidationError(
+                f"{name} must be from {SMALLEST_INTEGER} to {LARGEST_INTEGER}, got {number}. Take "
+                f"another value or leave it out.",
+                parameter=name.partition(".")[0],
             )
 
 

@@ -60,7 +60,7 @@ def check_structured_outputs(
 ) -> None:
     """Checks a request with structured outputs, once its bad words are tokens. Changes
     `params.structured_outputs`: replaces a structural tag by a grammar, and a JSON schema by one
-    with mended patterns. Has vLLM use llguidance.
+    with mended patterns, as text. Has vLLM use llguidance.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; names the field, what is wrong, and where.
@@ -109,8 +109,8 @@ def _check_and_mend(
     wanted: StructuredOutputsParams, kind: str, spec: str
 ) -> StructuredOutputsParams:
     """Returns the structured outputs for llguidance: with a grammar in the place of a structural
-    tag, and with mended patterns in a JSON schema. `kind` and `spec` are what `_kind_and_spec`
-    returns.
+    tag, and with a JSON schema as text, with mended patterns. `kind` and `spec` are what
+    `_kind_and_spec` returns.
 
     Raises:
         ValueError, KeyError, TypeError: the grammar is too large, or malformed.
@@ -128,7 +128,10 @@ def _check_and_mend(
     mended = mend_patterns(schema)
     if kind == "structural_tag":
         return StructuredOutputsParams(grammar=structural_tag_to_lark(mended))
-    return wanted if mended == schema else replace(wanted, json=mended)
+    if mended == schema and isinstance(wanted.json, str):
+        return wanted
+    # As text: JSON's integers may need more than the 64 bits of those in messages to the engine.
+    return replace(wanted, json=json.dumps(mended))
 
 
 def _check_end_is_allowed(params: SamplingParams, exclusions: Exclusions, eos: int) -> None:

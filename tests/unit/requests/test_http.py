@@ -78,6 +78,7 @@ ADMITTED = {
             {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}, 5]},
         ]
     },
+    "names that end as ours": chat(effusion_mode=1, diffuse_mode=1, infusion_mode=1, my_pinned=1),
     "names that others have, too": chat(limits=3, logprobs=True, extra={"defaults": {}}),
 }
 MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
@@ -94,6 +95,17 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     "in camelCase": ({"diffusionMaxSteps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
     "in camelCase, without its prefix": ({"maxSteps": 1}, "maxSteps belongs in vllm_xargs"),
     "and misspelt": ({"Diffusion_max_stepz": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
+    **{
+        f"and its prefix misspelt, {name}": (
+            {name: 1},
+            f'{name} belongs in vllm_xargs, got it in the body. Write "vllm_xargs": '
+            '{"diffusion_mode": ...}',
+        )
+        for name in (
+            *("difusion_mode", "diffuxion_mode", "diffussion_mode", "diffusoin_mode"),
+            *("diffusionmode", "diffusion__mode", "diffusions_mode", "diffusion.mode"),
+        )
+    },
     "unknown": ({"diffusion_foo_bar": 1}, "diffusion_foo_bar belongs in vllm_xargs"),
     "without its prefix": ({"max_steps": 1}, '"vllm_xargs": {"diffusion_max_steps": ...}'),
     "the client's argument": (

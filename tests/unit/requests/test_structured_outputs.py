@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import ENDLESS, SCHEMAS
@@ -129,9 +130,18 @@ def test_patterns_are_mended(tokenizer: Any) -> None:
     schema = {"type": "string", "pattern": r"^[^\\]+$"}
     wanted = of(json=json.dumps(schema), disable_additional_properties=True)
     found = check(tokenizer, wanted).structured_outputs
-    assert found is not None and found.json == mend_patterns(schema) != schema
+    assert found is not None and isinstance(found.json, str)
+    assert json.loads(found.json) == mend_patterns(schema) != schema
     assert found.disable_additional_properties
-    assert check(tokenizer, PERSON).structured_outputs is PERSON
+    person = of(json=json.dumps(PERSON.json))
+    assert check(tokenizer, person).structured_outputs is person
+
+
+def test_integers_of_a_schema_may_be_of_any_size(tokenizer: Any) -> None:
+    """The engine is sent the parameters, in messages whose integers have 64 bits."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30}}}
+    params = check(tokenizer, of(json=schema))
+    assert b"1" + b"0" * 30 in bytes(MsgpackEncoder().encode(params)[0])
 
 
 def test_what_no_search_finds_is_admitted(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
