@@ -1,7 +1,7 @@
 """Settings that vLLM has no option for: `--additional-config '{"vllm_dllm": {...}}'`."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, field
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -150,26 +150,62 @@ class ExtensionConfig:
             ValueError: a setting is unknown or unusable, or stands beside the entry and not in it.
         """
         given = additional_config if isinstance(additional_config, Mapping) else {}
-        for name in given:
-            _check_place(name, cls.__annotations__)
         section = {} if given.get(SECTION) is None else given[SECTION]
-        for name in section if isinstance(section, Mapping) else ():
-            if normalize_name(name).startswith("diffusion_"):
-                place = f'{{"{SECTION}": {{"defaults": {{"{name}": ...}}}}}}'
-                raise ValueError(
-                    f"{name} in --additional-config belongs under defaults: '{place}'."
-                )
+        if not isinstance(section, Mapping):
+            return parse_settings(cls, section, f"{SECTION} in --additional-config")
+        for name in section:
+            if (group := _find_group(name)) not in (None, SECTION):
+                raise _misplaced(name, group)
+        _check_other_sections({name: given[name] for name in given if name != SECTION})
         return parse_settings(cls, section)
 
 
-def _check_place(name: str, settings: Iterable[str]) -> None:
-    """Raises ValueError if `name`, an entry of vLLM's additional config, is one of our settings, or
-    looks like one or like the section's name. `settings`: the names of our settings."""
-    if name in settings:
-        place = f'{{"{SECTION}": {{"{name}": ...}}}}'
-        raise ValueError(f"{name} in --additional-config belongs under {SECTION}: '{place}'.")
-    if name != SECTION and (near := nearest_name(name, (SECTION, *settings), 0.8)) is not None:
-        raise ValueError(
-            f"{name} in --additional-config is not known. Did you mean {near}? The settings of "
-            f"diffusion models are under {SECTION}."
-        )
+_COMMON_NAMES = {"buffer", "defaults", "drafter", "limits", "predictor", "schedule", "width"}
+"""Names of our settings that other software has, too."""
+
+
+def _find_group(name: str) -> str | None:
+    """Returns what a setting of this name belongs under: "defaults", "drafter" or `SECTION`. None:
+    we have no such setting."""
+    ours = normalize_name(name)
+    if ours.startswith("diffusion_"):
+        return "defaults"
+    if ours in DrafterConfig.__annotations__:
+        return "drafter"
+    return SECTION if ours in ExtensionConfig.__annotations__ else None
+
+
+def _misplaced(name: str, group: str) -> ValueError:
+    """Returns the error for a setting that is not in its group. Does not raise it."""
+    ours = normalize_name(name)
+    if ours == "diffusion_config":
+        return ValueError(f"{name} in --additional-config has an option: --diffusion-config.")
+    place = f'{{"{ours}": ...}}' if group == SECTION else f'{{"{group}": {{"{ours}": ...}}}}'
+    return ValueError(
+        f"{name} in --additional-config belongs under {group}: '{{\"{SECTION}\": {place}}}'."
+    )
+
+
+def _check_other_sections(config: Mapping[str, Any]) -> None:
+    """Raises ValueError if a name in vLLM's additional config, beside our section, is one of our
+    settings, in whatever object. Also if it looks like one, or like the section's name, and is in
+    no object."""
+    settings = ExtensionConfig.__annotations__
+    sections = [config]
+    for section in sections:  # which grows
+        is_top = section is config
+        common_names = _COMMON_NAMES.difference(settings if is_top else ())
+        for name, value in section.items():
+            group = None if normalize_name(name) in common_names else _find_group(name)
+            if group is not None:
+                raise _misplaced(name, group)
+            if is_top and (near := nearest_name(name, (SECTION, *settings), 0.8)) is not None:
+                raise ValueError(
+                    f"{name} in --additional-config is not known. Did you mean {near}? The "
+                    f"settings of diffusion models are under {SECTION}."
+                )
+            if normalize_name(name) == SECTION:
+                raise ValueError(
+                    f"{name} in --additional-config belongs at its top: '{{\"{SECTION}\": ...}}'."
+                )
+            sections += [value] if isinstance(value, Mapping) else []

@@ -78,7 +78,15 @@ def defaults(**keys: Any) -> dict[str, Any]:
         ({"vllm_dlm": {}}, r"in --additional-config is not known. Did you mean vllm_dllm\?"),
         ({"Vllm-Dllm": {}}, r"Did you mean vllm_dllm\?"),
         ({"windowrule": 1}, r"Did you mean window_rule\?"),
-        ({"vllm_dllm": []}, "settings must be an object with the keys .* got "),
+        ({"vllm_dllm": []}, "^vllm_dllm in --additional-config must be an object with the keys"),
+        ({"diffusion_max_steps": 2}, r'under defaults: .*"defaults": {"diffusion_max_steps": \.'),
+        ({"diffusion_config": {}}, "has an option: --diffusion-config"),
+        (ours(diffusion_config={}), "has an option: --diffusion-config"),
+        ({"a": {"b": {"Window_Rule": 1}}}, r"belongs under vllm_dllm: .*\{\"window_rule\": "),
+        ({"a": {"diffusion_t_min": 1}}, "belongs under defaults"),
+        ({"additional_config": ours(fit_canvas=True)}, "vllm_dllm in .* belongs at its top"),
+        ({"narrow_draft": True}, r"belongs under drafter: .*\{\"drafter\": \{\"narrow_draft\": "),
+        (ours(width=3), "width in --additional-config belongs under drafter"),
         (ours(diffusion_max_steps=2), r'under defaults: .*"defaults": {"diffusion_max_steps": \.'),
         (ours(window_rul=1), r"window_rul is not known. Did you mean window_rule\?"),
         (ours(limits={"n": 0}), "limits.n must be an integer >= 1 and <= .*, got 0"),
@@ -132,5 +140,9 @@ def test_a_predicted_answer_is_judged_alone() -> None:
 
 
 def test_settings_of_others_are_left_alone() -> None:
-    others = {"torchair_graph_config": {"enabled": True}, "expert_map_path": "here"}
+    others = {
+        "torchair_graph_config": {"enabled": True, "defaults": {"width": 3}, "drafter": {}},
+        "expert_map_path": "here",
+        "buffer": 3,
+    }
     assert ExtensionConfig.from_additional_config(others) == ExtensionConfig()
