@@ -60,8 +60,7 @@ class DenoiseConfig:
         """Raises ValueError unless the schedule cools down."""
         if self.t_max <= self.t_min:
             raise ValueError(
-                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}. "
-                f"Correct one of them there, or with --override-generation-config."
+                f"generation_config's t_max must be > t_min = {self.t_min:g}, got {self.t_max!r}."
             )
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 
-from vllm_dllm.config.architectures import family_of
+from vllm_dllm.config.architectures import DIFFUSION_GEMMA, family_of
 from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.config.denoise import GENERATION_SETTINGS
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
@@ -17,8 +17,8 @@ from vllm_dllm.requests.options import KEYS, PREFIX
 
 def check_use(vllm_config: VllmConfig) -> None:
     """Raises ValueError for embeddings and classes, which no diffusion model is trained for, for
-    pipeline parallelism, where one stage alone knows what is committed, and for vLLM's API server
-    in Rust, which runs none of our checks."""
+    pipeline parallelism, where one stage alone knows what is committed, for adapters of
+    DiffusionGemma, and for vLLM's API server in Rust, which runs none of our checks."""
     if envs.VLLM_USE_RUST_FRONTEND:
         raise ValueError(
             "VLLM_USE_RUST_FRONTEND is not possible with a diffusion model: its requests are "
@@ -33,6 +33,12 @@ def check_use(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for a diffusion model, got {size}: only the "
             f"last stage learns which canvases are committed. Use --tensor-parallel-size."
+        )
+    is_uniform = vllm_config.model_config.architecture == DIFFUSION_GEMMA
+    if is_uniform and vllm_config.lora_config is not None:
+        raise ValueError(
+            "--enable-lora is not possible with DiffusionGemma. Merge the adapter into the "
+            "checkpoint, and leave the option out."
         )
 
 

@@ -34,12 +34,19 @@ _TOKENIZERS = (
 def check_engine_arguments(arguments: EngineArgs) -> None:
     """Checks what an engine's arguments name: the model, its JSON files, its tokenizer, its
     architecture and the drafter. Raises ValueError (InputError, a subclass, for the config of a
-    DFlash drafter) if one is missing or cannot be served. May connect to the hub."""
+    DFlash drafter) if one is missing, cannot be served or stands in another's place. May connect to
+    the hub."""
     check_model(arguments.model)
     folder = Path(arguments.model).expanduser()
     config = read_json(folder / "config.json")
     if "speculators_config" in config:
         return  # a drafter that names its target, which vLLM serves with it
+    if "dflash_config" in config:
+        raise ValueError(
+            f"'{folder}' is a drafter: name the folder of its target, and the drafter in "
+            f'--speculative-config \'{{"method": "dflash", "model": "{folder}", '
+            f'"num_speculative_tokens": 15}}\'.'
+        )
     read_json(folder / "generation_config.json")
     if arguments.tokenizer:
         _check_is_found(arguments.tokenizer, "tokenizer")

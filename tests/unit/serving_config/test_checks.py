@@ -256,3 +256,10 @@ def test_uno_names_sdars_architecture(
     log = logged(masked_config)
     EngineArgs(str(folder), enforce_eager=True).create_engine_config()
     assert ["says UNO" in line for line in log] == [True] * is_warned
+
+
+def test_adapters_are_for_masked_models(configure: Configure, masked: Configure) -> None:
+    """vLLM says so of DiffusionGemma when it has loaded the model, and not what to do."""
+    with pytest.raises(ValueError, match=r"--enable-lora is not possible .* Merge the adapter"):
+        configure(enable_lora=True)
+    assert masked(enable_lora=True).lora_config is not None

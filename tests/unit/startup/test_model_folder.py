@@ -192,6 +192,14 @@ def write(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
+def test_a_drafter_in_the_place_of_its_target(clone: Path, no_network: None) -> None:
+    """Once told to copy the tokenizer that it lacks."""
+    (clone / "drafter").mkdir()
+    folder = write(clone / "drafter", architectures=["DFlashDraftModel"], dflash_config={})
+    with pytest.raises(ValueError, match=r"is a drafter: name the folder of its target, and the"):
+        check_engine_arguments(arguments(folder))
+
+
 def test_no_config(clone: Path) -> None:
     (clone / "checkpoints" / "empty").mkdir()
     with pytest.raises(ValueError, match=r"'checkpoints/empty' has no config\.json.*has large, s"):
