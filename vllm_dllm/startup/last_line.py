@@ -146,12 +146,18 @@ def last_line(error: BaseException) -> str | None:
 def _describe_unforeseen(error: BaseException) -> str:
     """Returns the line for an error that no check foresaw. Unless its message is meant for users,
     says how to see more."""
+    from vllm.exceptions import VLLMClientError  # imports vLLM
+
     # Python's sockets and certificates raise OSErrors that do not say which file they are about.
     names_no_file = isinstance(error, OSError) and error.errno and error.filename is None
-    if isinstance(error, (ValueError, OSError)) and not names_no_file:
+    if isinstance(error, (ValueError, OSError, VLLMClientError)) and not names_no_file:
         return one_line(error)
+    if isinstance(error, KeyError) and " " in str(error):  # a sentence, not a key
+        return " ".join(str(error.args[0]).split())
+    if (line := one_line(error)).startswith("Error: "):
+        return line.removeprefix("Error: ")
     more = "VLLM_LOGGING_LEVEL=INFO shows where."
-    return f"{type(error).__name__}: {one_line(error).rstrip('.')}. {more}"
+    return f"{type(error).__name__}: {line.rstrip('.')}. {more}"
 
 
 def discard_first_error() -> None:

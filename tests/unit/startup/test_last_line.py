@@ -124,6 +124,12 @@ def test_an_error_that_pydantic_wraps(tmp_path: Path) -> None:
             "KeyError('layers')",
             "Error: KeyError: 'layers'. VLLM_LOGGING_LEVEL=INFO shows where.",
         ),
+        ("KeyError('There is no\\nparser nope.')", "Error: There is no parser nope."),
+        ("TypeError('Error: --a requires --b')", "Error: --a requires --b"),
+        (
+            "__import__('vllm.exceptions').exceptions.VLLMValidationError('no template x')",
+            "Error: no template x",
+        ),
         ("FileNotFoundError(2, 'No such file', 'x')", "Error: [Errno 2] No such file: 'x'"),
         (  # of a socket or a certificate
             "FileNotFoundError(2, 'No file')",
