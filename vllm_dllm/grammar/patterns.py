@@ -36,6 +36,7 @@ is left to these: `grammar.completion` finds no end of a pattern that writes it 
 
 _NARROWED = ("date", "time", "date-time", "email")
 """Formats for which llguidance allows more than `FORMATS`."""
+_LONGEST_EMAIL = 254
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 """Keys whose values are no schemas."""
 _NEGATED_CLASS = re.compile(
@@ -64,7 +65,8 @@ def mend_patterns(schema: Any) -> Any:
     if (name := mended.get("format")) in _NARROWED:
         others = mended.get("allOf")
         others = others if isinstance(others, list) else []
-        mended["allOf"] = [*others, {"pattern": f"^({FORMATS[name]})$"}]
+        longest = {"maxLength": _LONGEST_EMAIL} if name == "email" else {}
+        mended["allOf"] = [*others, {"pattern": f"^({FORMATS[name]})$"} | longest]
     return mended
 
 
