@@ -1,6 +1,8 @@
 """Admits requests to the engine: checks the parameters and `diffusion_*` keys of each request, and
 makes its `RequestOptions`. All requests come this way."""
 
+import copy
+import json
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -147,6 +149,11 @@ def admit_target(params: SamplingParams, vocab_size: int, resolve: Resolve) -> A
     check_sampler_limits(request.sampling_params)
     check_repetition_detection(request.sampling_params)
     check_embeddings(request.prompt_embeds)
+    wanted = request.sampling_params.structured_outputs
+    if wanted is not None and isinstance(wanted.json, dict):
+        # As text, whose integers may be of any size, as in `check_structured_outputs`.
+        request.sampling_params.structured_outputs = own = copy.copy(wanted)
+        own.json = json.dumps(wanted.json)
     return request
 
 

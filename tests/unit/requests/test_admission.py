@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.unit.requests.served_model import (
     NEMOTRON,
@@ -282,6 +287,15 @@ def test_embeddings_of_a_prompt_are_numbers(value: float) -> None:
     with pytest.raises(VLLMValidationError, match=r"from -10000 to 10000, got") as error:
         admit_target(params, V, lambda params: request)
     assert error.value.parameter == "prompt_embeds"
+
+
+def test_integers_in_a_target_s_schema_may_be_of_any_size() -> None:
+    """The engine is sent the parameters, in messages whose integers have 64 bits."""
+    wanted = StructuredOutputsParams(json={"type": "integer", "maximum": 10**30})
+    request = SimpleNamespace(sampling_params=SamplingParams(structured_outputs=wanted))
+    admit_target(SamplingParams(), V, lambda params: request)
+    assert b"1" + b"0" * 30 in bytes(MsgpackEncoder().encode(request.sampling_params)[0])
+    assert isinstance(wanted.json, dict)  # the user's own
 
 
 FAST_DLLM = FAMILIES["Fast_dLLM_QwenForCausalLM"]

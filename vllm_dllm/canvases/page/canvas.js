@@ -16,7 +16,8 @@ function key() {
 async function showModel() {
   try {
     const model = await readModel(key());
-    byId("model").textContent = model;
+    const note = about.acceptance.length === 0 ? ": no diffusion model, so there are no canvases to watch" : "";
+    byId("model").textContent = model + note;
     return model;
   } catch (error) {
     byId("model").textContent = error.message;
