@@ -50,8 +50,8 @@ def set_admission(
         admit: called as `admit(params, facts, resolve)`. `facts`: what `describe_server` returned.
             `resolve(params)` is vLLM's own `process_inputs`, and returns the engine's request. Here
             it does not refuse structured outputs and most sampling parameters.
-        admit_target: called as `admit_target(params, vocab_size, resolve)` for other models with a
-            drafter.
+        admit_target: called as `admit_target(params, vocab_size, resolve, to_many=...)` for other
+            models with a drafter.
     """
     to_many = is_server()
 
@@ -73,7 +73,7 @@ def set_admission(
         if not isinstance(params, SamplingParams) or not (is_ours or self.speculative_config):
             return resolve(params)
         if not is_ours:
-            return admit_target(params, model.get_vocab_size(), resolve)
+            return admit_target(params, model.get_vocab_size(), resolve, to_many=to_many)
         if not hasattr(self, "facts"):
             self.facts = describe_server(self.vllm_config, self.tokenizer, to_many=to_many)
             self.permissive = copy.copy(self)

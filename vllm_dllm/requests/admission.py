@@ -135,9 +135,11 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     return request
 
 
-def admit_target(params: SamplingParams, vocab_size: int, resolve: Resolve) -> Any:
+def admit_target(
+    params: SamplingParams, vocab_size: int, resolve: Resolve, *, to_many: bool
+) -> Any:
     """Checks a request for a target with a drafter, and returns vLLM's request. vLLM's sampler
-    serves it, so it has no `RequestOptions`.
+    serves it, so it has no `RequestOptions`. `to_many`: as in `ServedModel.from_config`.
 
     Raises:
         VLLMValidationError: becomes HTTP 400; a parameter is one that the sampler cannot serve.
@@ -147,7 +149,8 @@ def admit_target(params: SamplingParams, vocab_size: int, resolve: Resolve) -> A
     check_logprobs(request.sampling_params, vocab_size)
     check_allowed_tokens(request.sampling_params)
     check_sampler_limits(request.sampling_params)
-    check_repetition_detection(request.sampling_params)
+    if to_many:
+        check_repetition_detection(request.sampling_params)
     check_embeddings(request.prompt_embeds)
     wanted = request.sampling_params.structured_outputs
     if wanted is not None and isinstance(wanted.json, dict):

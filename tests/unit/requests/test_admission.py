@@ -258,12 +258,14 @@ def test_offline_nobody_waits_for_others() -> None:
     long = {"repetition_detection": REPETITIONS}
     assert options({"diffusion_canvas_length": 1}, to, n=1000, **long).canvas_length == 1
     assert refusal({}, **long).parameter == "repetition_detection"
+    request = SimpleNamespace(sampling_params=SamplingParams(**long), prompt_embeds=None)
+    assert admit_target(SamplingParams(), V, lambda _: request, to_many=False) is request
 
 
 def test_a_target_has_no_options() -> None:
     params = SamplingParams(extra_args={"theirs": 1})
     request = SimpleNamespace(sampling_params=params, prompt_embeds=None)
-    assert admit_target(params, V, lambda params: request) is request
+    assert admit_target(params, V, lambda params: request, to_many=True) is request
     assert params.extra_args == {"theirs": 1}
     for wrong in (
         {"repetition_penalty": 1e300},
@@ -273,7 +275,7 @@ def test_a_target_has_no_options() -> None:
     ):
         request = SimpleNamespace(sampling_params=SamplingParams(**wrong), prompt_embeds=None)
         with pytest.raises(VLLMValidationError):
-            admit_target(params, V, lambda params, request=request: request)
+            admit_target(params, V, lambda _, request=request: request, to_many=True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e38, 20_000])
@@ -282,10 +284,10 @@ def test_embeddings_of_a_prompt_are_numbers(value: float) -> None:
     params = SamplingParams()
     embeddings = torch.full((3, 4), 1e4, dtype=torch.bfloat16)
     request = SimpleNamespace(sampling_params=params, prompt_embeds=embeddings)
-    assert admit_target(params, V, lambda params: request) is request
+    assert admit_target(params, V, lambda params: request, to_many=True) is request
     embeddings[1, 2] = value
     with pytest.raises(VLLMValidationError, match=r"from -10000 to 10000, got") as error:
-        admit_target(params, V, lambda params: request)
+        admit_target(params, V, lambda params: request, to_many=True)
     assert error.value.parameter == "prompt_embeds"
 
 
