@@ -36,7 +36,10 @@ from vllm_dllm.tools.checkpoint_config import read_config
 
 ARCHITECTURE = "DFlashDraftModel"
 OPTIONS = ("mask_token_id", "target_layer_ids")  # of dflash_config
-OTHER_LAYERS = ("causal", "use_swa", "attention_sink_bias", "attention_value_scale", *ANCHOR_KEYS)
+OTHER_LAYERS = (
+    *("causal", "is_causal", "use_swa", "attention_sink_bias", "attention_value_scale"),
+    *ANCHOR_KEYS,
+)
 """Keys of dflash_config, or beside it, of drafters that vLLM serves and that compute otherwise."""
 FROM_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"),

@@ -123,6 +123,7 @@ def test_refuses_another_architecture(target_folder: Path) -> None:
     ("kind", "keys"),
     [
         ("full_attention", {"causal": True}),  # as JetSpec's
+        ("full_attention", {"is_causal": True}),  # which vLLM prefers to `causal`
         ("full_attention", {"use_swa": True, "swa_window_size": 64}),  # as MiMo's
         ("sliding_attention", {}),  # as z-lab's for Gemma
         ("full_attention", {"sample_from_anchor": True}),
@@ -135,7 +136,7 @@ def test_refuses_layers_that_see_otherwise(
     folder = Path(shutil.copytree(drafter_folder, tmp_path / "other"))
     config = json.loads((folder / "config.json").read_text())
     config["layer_types"][0] = kind
-    config["dflash_config"] |= keys
+    (config if "is_causal" in keys else config["dflash_config"]).update(keys)
     (folder / "config.json").write_text(json.dumps(config))
     named = next(iter(keys), "layer_types")
     with pytest.raises(InputError, match=rf"expected a drafter whose layers see .*got {named}"):
