@@ -229,8 +229,10 @@ def _check_parts(messages: Any) -> None:
                 '…"}}.',
                 parameter="image_pil",
             )
-        name = "source" if value.get("type") == "image" else "input_audio"
-        if (inner := value.get(name)) and not isinstance(inner, dict):
+        name, inner = "input_audio", value.get("input_audio") or {}
+        if value.get("type") == "image":
+            name, inner = "source", value.get("source", {})  # vLLM reads an empty one, too
+        if not isinstance(inner, dict):
             raise wrong_type_error(name, inner)
         values.append(value.get("content"))
 

@@ -134,6 +134,7 @@ WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "an image of Python's": ({"image_pil": "AAAA"}, "image_pil is for programs that call vLLM"),
     "a sound": ({"type": "input_audio", "input_audio": 5}, "input_audio has another type .* got 5"),
     "an image of /v1/messages": ({"type": "image", "source": [1]}, r"source has .* got \[1\]"),
+    "no image": ({"type": "image", "source": None}, r"source has .* got None"),
 }
 
 
