@@ -165,17 +165,13 @@ def check_numbers(params: SamplingParams) -> None:
                 f"Use allowed_token_ids or bad_words to exclude tokens.",
                 parameter="logit_bias",
             )
-    numbers = {name: getattr(params, name) for name in params.__struct_fields__}
-    if (detection := params.repetition_detection) is not None:
-        numbers |= {
-            f"repetition_detection.{name}": value for name, value in vars(detection).items()
-        }
-    for name, number in numbers.items():
+    for name in params.__struct_fields__:
+        number = getattr(params, name)
         if isinstance(number, int) and not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
             raise VLLMValidationError(
                 f"{name} must be from {SMALLEST_INTEGER} to {LARGEST_INTEGER}, got {number}. Take "
                 f"another value or leave it out.",
-                parameter=name.partition(".")[0],
+                parameter=name,
             )
 
 
