@@ -294,8 +294,9 @@ def test_embeddings_of_a_prompt_are_numbers(value: float) -> None:
 def test_integers_in_a_target_s_schema_may_be_of_any_size() -> None:
     """The engine is sent the parameters, in messages whose integers have 64 bits."""
     wanted = StructuredOutputsParams(json={"type": "integer", "maximum": 10**30})
-    request = SimpleNamespace(sampling_params=SamplingParams(structured_outputs=wanted))
-    admit_target(SamplingParams(), V, lambda params: request)
+    params = SamplingParams(structured_outputs=wanted)
+    request = SimpleNamespace(sampling_params=params, prompt_embeds=None)
+    admit_target(params, V, lambda params: request, to_many=True)
     assert b"1" + b"0" * 30 in bytes(MsgpackEncoder().encode(request.sampling_params)[0])
     assert isinstance(wanted.json, dict)  # the user's own
 
