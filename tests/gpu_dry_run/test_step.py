@@ -235,9 +235,9 @@ def test_nobody_waits_for_those_who_watch(
     for _ in range(3):
         server.step()
     assert cuda.waits == []
-    assert [step.lengths for step in sent] == [[C, 16]] * 3
-    for column in sent[0].canvases:
-        assert column.device.type == "cpu" and len(column) == 2
+    assert len(sent) == 3
+    for step in sent:
+        assert all(column.device.type == "cpu" and len(column) == 2 for column in step.canvases)
     sent[0].wait()
     assert len(cuda.waits) == 1 and cuda.waits[0].startswith("an event")
 
