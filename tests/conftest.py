@@ -1,6 +1,7 @@
 """What every test gets: a fixed seed, threads that sleep while they wait, and what it needs."""
 
 import importlib.metadata
+import logging
 import os
 import re
 import shutil
@@ -110,6 +111,10 @@ def seed() -> None:
 def _process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands leave their process changed, since it ends with them. That of tests goes on."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+    for name in ("lm_eval", "lm-eval", "datasets"):  # whose logs go to a folder of the command's
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", logger.handlers)
+        monkeypatch.setattr(logger, "propagate", logger.propagate)
     if "no_proxy" not in os.environ:
         monkeypatch.setenv("no_proxy", "")
         monkeypatch.delenv("no_proxy")

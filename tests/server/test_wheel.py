@@ -64,13 +64,18 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
-    subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", str(wheel)], check=True)
+    command = [*pip, "--quiet", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(command, env=outside(), check=True)
     return folder / "bin"
 
 
+def outside() -> dict[str, str]:
+    """The environment variables of programs that see no clone."""
+    return {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+
+
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-    return output_of(*command, cwd=cwd, env=environment | variables)
+    return output_of(*command, cwd=cwd, env=outside() | variables)
 
 
 def test_command_without_its_script(programs: Path, tmp_path: Path) -> None:
