@@ -176,35 +176,26 @@ MORE = [  # that run if they are asked for by name
         limit=160,
         needs=["dsl"],
     ),
-    Stage(
-        "nvfp4",
-        "ours in NVFP4, by Marlin: what vLLM prefers on Hopper, HUMMING, needs nvcc",
-        full_shape(
-            "nvfp4",
-            "1x128 8x128",
-            "1x128",
-            *(*ONLY_OURS, "--kv-cache-gib", "4", "--start-by", "250"),
-        ),
-        [*SMALL, "--scheme", "nvfp4", *ONLY_OURS],
-        seconds=15,
-        limit=60,
-        early=150,
-        needs=["dsl"],
-    ),
-    Stage(
-        "w4a16",
-        "ours in W4A16, by Marlin as well",
-        full_shape(
-            "w4a16",
-            "1x128 8x128",
-            "1x128",
-            *(*ONLY_OURS, "--kv-cache-gib", "4", "--start-by", "250"),
-        ),
-        [*SMALL, "--scheme", "w4a16", *ONLY_OURS],
-        seconds=15,
-        limit=60,
-        early=150,
-        needs=["dsl"],
+    *(
+        Stage(
+            scheme,
+            f"ours in {scheme.upper()}, by Marlin{note}",
+            full_shape(
+                scheme,
+                "1x128 8x128",
+                "1x128",
+                *(*ONLY_OURS, "--kv-cache-gib", "4", "--start-by", "250"),
+            ),
+            [*SMALL, "--scheme", scheme, *ONLY_OURS],
+            seconds=15,
+            limit=60,
+            early=150,
+            needs=["dsl"],
+        )
+        for scheme, note in (
+            ("nvfp4", ": what vLLM prefers on Hopper, HUMMING, needs nvcc"),
+            ("w4a16", " as well"),
+        )
     ),
     Stage(
         "fp8-measured",
