@@ -25,7 +25,7 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from bench import harness, workload
 
 CHECKPOINT = harness.ROOT / "checkpoints/diffusiongemma-tiny"
-TESTS = ("unit/config/test_denoise.py", "unit/step/test_settings.py")
+TESTS = ("unit/config/test_files.py", "unit/step/test_canvas_step.py")
 STAGES = [
     {"canvases": 16, "stability_threshold": 0},
     {"canvases": 32, "stability_threshold": 0, "confidence_threshold": 0.01},

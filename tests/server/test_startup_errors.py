@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.server import conftest
 from tests.server.conftest import CHECKPOINT, Complaint
-from tests.unit.startup.test_chat_template import ENDLESS
+from tests.unit.startup.test_hooks import ENDLESS
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
-"""What the comparison of trajectories takes for rounding is nothing else."""
+"""The tests' own tools: what the comparison of trajectories takes for rounding is nothing else, and
+the tests that `make test` tries are there."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,8 @@ from tests.engine.parting import (
     first_parting,
     is_decided_by_rounding,
 )
+from tests.features import TRIED
+from tests.paths import ROOT
 
 C, V = 3, 4
 LITTLE, MUCH = 1e-6, 0.05
@@ -70,3 +74,10 @@ def test_first_parting() -> None:
     assert first_parting([RIGHT, RIGHT], [RIGHT, RIGHT]) is None
     assert first_parting([RIGHT, other], [RIGHT, RIGHT]) == 1
     assert first_parting([RIGHT], [RIGHT, RIGHT]) == 1
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_is_there(name: str) -> None:
+    file, _, function = name.partition("::")
+    source = (ROOT / file).read_text()
+    assert not function or re.search(rf"^def {function.partition('[')[0]}\(", source, re.MULTILINE)

@@ -1,8 +1,11 @@
-"""The plugin as vLLM meets it: by its entry point, in every process, more than once."""
+"""The plugin as vLLM meets it: by its entry point, in every process, more than once. No process
+outlives the one that started it."""
 
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
@@ -14,7 +17,7 @@ import vllm
 from vllm import ModelRegistry
 
 from tests.paths import CHECKPOINTS
-from tests.processes import output_of, run
+from tests.processes import is_running, output_of, run, wait_for
 from vllm_dllm import plugin
 from vllm_dllm.startup import installation
 
@@ -165,3 +168,36 @@ def test_what_does_not_load_is_not_replaced_by_vllms_own(
         plugin.register()
     with pytest.raises(RuntimeError, match="did not load with vLLM"):
         served_model().load_model_cls()
+
+
+PARENT = """
+import multiprocessing, os, sys, time
+from vllm_dllm.parents import end_with_parent
+
+def child(path):
+    end_with_parent()
+    end_with_parent()  # repeatable
+    with open(path, "w") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(10**6)
+
+if __name__ == "__main__":
+    end_with_parent()  # of nobody
+    context = multiprocessing.get_context(sys.argv[1])
+    context.Process(target=child, args=(sys.argv[2],)).start()
+    time.sleep(10**6)
+"""
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    for method in ("spawn", "fork"):
+        note = tmp_path / method
+        parent = subprocess.Popen([sys.executable, str(program), method, str(note)])
+        wait_for(lambda note=note: note.exists() and note.read_text().endswith("\n"))
+        child = int(note.read_text())
+        assert is_running(child) and is_running(parent.pid)
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        wait_for(lambda child=child: not is_running(child))

@@ -22,7 +22,7 @@ import pytest
 
 sys.exit(pytest.main(sys.argv[1:]))
 """
-FAST = "test_api or test_masks or test_rounding or test_support"
+FAST = "test_api or test_masks"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The bench's own rules, without any engine."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from bench import harness, images, workload
+from bench import harness, images, roofline, timeline, workload
 from bench.drafter import ALONE, require_same_answers
 from bench.drafter_oracle import best_widths
+from bench.full_shape import Cell
+from bench.full_shape_engine import STOCK
 from bench.progress import Progress
 from bench.step_split import StepSplit, split_parts
 from bench.system import ROOT, System, SystemDied
@@ -244,3 +247,83 @@ def test_outcomes_of_another_setting_are_not_mixed_in(tmp_path: Path) -> None:
     Progress({"seed": 1, "answers": 3}, 3, path).add({"number": 0})
     with pytest.raises(ValueError, match="other seed"):
         Progress({"seed": 2, "answers": 3}, 3, path)
+
+
+HEAD = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT"
+
+
+def event(name: str, at: float, duration: float) -> dict[str, object]:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": at, "dur": duration}
+
+
+def test_steps_last_from_one_lm_head_to_the_next(tmp_path: Path) -> None:
+    events: list[dict[str, object]] = [{"ph": "X", "cat": "cpu_op", "name": "x", "ts": 0, "dur": 9}]
+    for number in range(5):
+        at = 10_000 * number
+        events += [event(HEAD, at, 500), event(HEAD, at + 510, 500)]  # two tiles of one product
+        events += [
+            event("fused_moe_kernel", at + 1010, 3000),
+            event("_settle_kernel", at + 4030, 20),
+        ]
+        events += [event("_attention_kernel", at + 4050, 5950)]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events[::-1]}).encode()))
+    found = timeline.summary(timeline.read(path))
+    assert found["steps"] == 4 and found["span_ms"] == 10.0 and found["kernels"] == 5
+    assert found["idle_ms"] == pytest.approx(0.03) and found["late_ms"] == pytest.approx(0.02)
+    assert list(found["by_kind"]) == [
+        "attention",
+        "experts: products",
+        "LM head product",
+        "sampler kernels",
+    ]
+    assert found["by_kind"]["LM head product"] == {"ms": 1.0, "kernels": 2}
+    assert sum(each["ms"] for each in found["by_kind"].values()) == pytest.approx(9.97)
+
+
+def test_a_trace_without_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 kernels and no step"):
+        timeline.summary([event("some_kernel", 0, 1)])
+
+
+CELLS = list(roofline.reproduced())
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.system} {c.scheme} {c.cell}")
+def test_reproduces_what_was_measured(cell: roofline.Reproduced) -> None:
+    assert abs(cell.error) <= 0.1
+
+
+def test_every_measured_step_is_held_against() -> None:
+    measured = {
+        (scheme, system, cell)
+        for scheme in roofline.PEAK
+        for system, found in roofline.results("steps.json")[scheme].items()
+        for cell in found["cells"]
+    }
+    assert {(c.scheme, c.system, c.cell) for c in CELLS} == measured
+    assert len(measured) == 13
+
+
+def test_stock_s_steps_with_even_routing_are_within_an_eighth() -> None:
+    """They are no part of the model. Ours run other kernels than any that it knows."""
+    measured = {(p.scheme, p.cell): p for p in roofline.predictions() if STOCK in p.measured}
+    assert len(measured) == 7
+    for each in measured.values():
+        assert each.ms["stock"] == pytest.approx(each.measured[STOCK], rel=1 / 8)
+
+
+@pytest.mark.parametrize("scheme", roofline.PEAK)
+@pytest.mark.parametrize("system", roofline.SYSTEMS)
+def test_no_step_is_below_the_floor_and_more_work_takes_longer(scheme: str, system: str) -> None:
+    times = []
+    for cell in (Cell(1, 0), Cell(1, 8192), Cell(8, 8192), Cell(32, 65_536)):
+        times.append(sum(roofline.step(system, scheme, cell).values()))
+        assert times[-1] > roofline.floor_ms(scheme, cell)
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("lines", [roofline.measured_lines, roofline.predicted_lines])
+def test_the_page_has_its_tables(lines: roofline.Lines) -> None:
+    page = (ROOT / "docs" / "evidence" / "step-on-an-h200.md").read_text().splitlines()
+    assert [line for line in lines() if line not in page] == []

@@ -1,15 +1,36 @@
-"""Drafters and targets that belong together, and the errors of those that do not."""
+"""Drafters and targets that belong together, files that are what their config says, and the errors
+of those that do not."""
 
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import Qwen3Config
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import qwen3_dflash
 
+from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
+from tests.engines import one_rank
+from vllm_dllm import plugin
+from vllm_dllm.drafters import layout
 from vllm_dllm.drafters.dflash import check_narrow_draft, set_draft_window
-from vllm_dllm.drafters.layout import DrafterLayout, check_drafter, read_layout
+from vllm_dllm.drafters.dflash2 import KEYS
+from vllm_dllm.drafters.layout import (
+    DrafterLayout,
+    check_drafter,
+    check_served_drafter,
+    extend_positions,
+    read_layout,
+)
+from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
 from vllm_dllm.errors import InputError
+from vllm_dllm.quantization.complete_weights import weights_in_parts
 
 # z-lab/Qwen3-8B-DFlash-b16, for Qwen/Qwen3-8B; configs/qwen3-8b-dflash.json of
 # sgl-project/SpecForge.
@@ -22,7 +43,7 @@ QWEN3_8B = DrafterLayout(
     vocab_size=151936,
     num_target_layers=36,
 )
-TARGET = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936}
+QWEN3_8B_TARGET = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936}
 
 
 def z_lab() -> dict[str, Any]:
@@ -61,7 +82,7 @@ LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
 @LAYOUT
 def test_both_layouts_say_the_same(layout: str) -> None:
-    assert check_drafter(LAYOUTS[layout](), TARGET, "D", "T") == QWEN3_8B
+    assert check_drafter(LAYOUTS[layout](), QWEN3_8B_TARGET, "D", "T") == QWEN3_8B
 
 
 def test_options_may_be_inside_dflash_config() -> None:
@@ -84,7 +105,7 @@ def test_an_anchor_that_predicts(key: str) -> None:
 
 
 def test_multimodal_target() -> None:
-    check_drafter(z_lab(), {"text_config": TARGET}, "D", "T")
+    check_drafter(z_lab(), {"text_config": QWEN3_8B_TARGET}, "D", "T")
 
 
 WRONG_TARGETS = {
@@ -106,18 +127,18 @@ WRONG_TARGETS = {
 def test_another_target(layout: str, case: str) -> None:
     changes, message = WRONG_TARGETS[case]
     with pytest.raises(InputError, match=f"drafter D does not fit the target T: .*{message}"):
-        check_drafter(LAYOUTS[layout](), TARGET | changes, "D", "T")
+        check_drafter(LAYOUTS[layout](), QWEN3_8B_TARGET | changes, "D", "T")
 
 
 @pytest.mark.parametrize("size", [151936 - 128, 151936])
 def test_a_targets_vocabulary_may_be_padded_further(size: int) -> None:
-    check_drafter(z_lab() | {"vocab_size": size}, TARGET, "D", "T")
+    check_drafter(z_lab() | {"vocab_size": size}, QWEN3_8B_TARGET, "D", "T")
 
 
 def test_what_a_config_may_leave_out() -> None:
     config = z_lab()
     del config["block_size"], config["dflash_config"]["target_layer_ids"]
-    layout = check_drafter(config, TARGET, "D", "T")
+    layout = check_drafter(config, QWEN3_8B_TARGET, "D", "T")
     assert (layout.block_size, layout.target_layer_ids) == (None, None)
 
 
@@ -177,3 +198,113 @@ def test_causal_layers_do_not_draft_narrower() -> None:
     for drafter in (served(SLIDING, FULL), served(FULL, FULL, causal=True)):
         with pytest.raises(ValueError, match="narrow_draft is not possible with the drafter D"):
             check_narrow_draft(drafter)
+
+
+Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    plugin.register()
+
+    def make(model_class: type[CompleteDrafter], path: Path) -> CompleteDrafter:
+        config = EngineArgs(
+            str(TARGET),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            speculative_config={
+                "method": "dflash",
+                "model": str(path),
+                "num_speculative_tokens": 15,
+            },
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            return model_class(vllm_config=config)
+
+    with one_rank(tmp_path):
+        yield make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class", [DFlashDraftModel, DFlash2DraftModel])
+def test_a_missing_tensor_is_named(
+    build: Build, tmp_path: Path, model_class: type[CompleteDrafter]
+) -> None:
+    path = DRAFTER if model_class is DFlashDraftModel else make_dflash2(tmp_path / "drafter")
+    model, weights = build(model_class, path), load_file(path / "model.safetensors")
+    model.load_weights(weights.items())
+    for name in weights:
+        if ".layers.2" not in name:
+            left = {key: weight for key, weight in weights.items() if key != name}
+            with pytest.raises(ValueError, match=re.escape(f"no weights for {name}. Check")):
+                model.load_weights(left.items())
+    with weights_in_parts():
+        for part in weights.items():
+            model.load_weights([part])
+
+
+@pytest.mark.slow
+def test_logits_are_capped_as_the_config_says(build: Build, tmp_path: Path) -> None:
+    """Those of z-lab's drafters for Gemma targets are."""
+    assert build(DFlashDraftModel, DRAFTER).logits_processor.soft_cap is None
+    config = json.loads((DRAFTER / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert build(DFlashDraftModel, tmp_path).logits_processor.soft_cap == 30.0
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    config = json.loads((make_dflash2(tmp_path) / "config.json").read_text())
+    target = json.loads((TARGET / "config.json").read_text())
+    check_drafter(config, target, "drafter", "target", KEYS)
+    for key in KEYS[1:3]:
+        del config["dflash_config"][key]
+    with pytest.raises(InputError, match="expected conv_group_size, selector_rank in its"):
+        check_drafter(config, target, "drafter", "target", KEYS)
+
+
+@pytest.mark.parametrize(("num_drafted", "warns"), [(15, False), (16, True)])
+def test_more_tokens_than_were_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafted: int, warns: bool
+) -> None:
+    """A warning says so. vLLM's own test of DFlash asks for 16 with blocks of 16."""
+    config = EngineArgs(
+        str(TARGET),
+        skip_tokenizer_init=True,
+        speculative_config={
+            "method": "dflash",
+            "model": str(make_dflash2(tmp_path)),
+            "num_speculative_tokens": num_drafted,
+        },
+    ).create_engine_config()
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        layout.logger, "warning_once", lambda text, *values: warnings.append(text % values)
+    )
+    check_served_drafter(config, KEYS)
+    assert len(warnings) == warns
+    assert not warns or ("is 16, but the drafter" in warnings[0] and "blocks of 16" in warnings[0])
+
+
+@pytest.mark.parametrize("rope_type", ["default", "yarn"])
+def test_requests_longer_than_the_drafters_positions(tmp_path: Path, rope_type: str) -> None:
+    """The table of positions grows, or the server does not start: vLLM 0.32 would read beyond it,
+    and 0.33 lowers the limit of requests."""
+    path = make_dflash2(tmp_path)
+    settings = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 256}
+    if rope_type == "yarn":
+        settings["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0}
+        settings["rope_parameters"] |= {"original_max_position_embeddings": 128}
+    (path / "config.json").write_text(json.dumps(settings))
+    speculative = {"method": "dflash", "model": str(path), "num_speculative_tokens": 15}
+    config = EngineArgs(
+        str(TARGET), skip_tokenizer_init=True, speculative_config=speculative
+    ).create_engine_config()
+    config.model_config.max_model_len = 2048
+    draft = config.speculative_config.draft_model_config.hf_config
+    if rope_type == "yarn":
+        with pytest.raises(InputError, match="positions for 256 tokens, and a"):
+            extend_positions(config)
+    else:
+        extend_positions(config)
+        assert draft.max_position_embeddings == 2048

@@ -1,13 +1,21 @@
-"""What drafters do on ranks of pipeline and data parallelism, and GPU workers with a trainer's
-weights."""
+"""What drafters do on ranks of pipeline and data parallelism, with a trainer's weights on GPUs, and
+with the keys of their context on CPUs."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_dllm.compat.dflash import DFlashHooks
+from checkpoints.recipes.drafter.tiny import make_tiny_drafter, make_tiny_target
+from tests import tolerances
+from tests.engines import one_rank
+from vllm_dllm.compat.dflash import DFlashHooks, MendedDFlashModel
 from vllm_dllm.compat.drafting import send_widths_to_speculator
 from vllm_dllm.drafters.dflash import WidthDFlashSpeculator
 from vllm_dllm.drafters.worker import DraftWorker
@@ -46,3 +54,38 @@ def test_a_trainers_weights_come_in_parts(
     monkeypatch.setattr(Worker, "update_weights", lambda *_: complete.append(must_be_complete()))
     worker.update_weights(object.__new__(worker), {"names": []})
     assert complete == [False] and must_be_complete()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MendedDFlashModel]:
+    path = tmp_path_factory.mktemp("drafter")
+    target = make_tiny_target(path / "target")
+    drafter = make_tiny_drafter(path / "drafter", target)
+    config = EngineArgs(
+        str(target),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        speculative_config={
+            "method": "dflash",
+            "model": str(drafter),
+            "num_speculative_tokens": 7,
+        },
+    ).create_engine_config()
+    with one_rank(path), set_current_vllm_config(config):
+        model = MendedDFlashModel(vllm_config=config, start_layer_id=4, prefix="model")
+        model.load_weights(load_file(drafter / "model.safetensors").items())
+        model._build_fused_kv_buffers()  # as vLLM does when a whole drafter is loaded
+        yield model
+
+
+@pytest.mark.numerics
+def test_each_layers_keys_get_their_own_norm(model: MendedDFlashModel) -> None:
+    """vLLM's CPU kernel takes the first layer's weight for all."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(len(model.layers), 5, 2, 32, generator=generator)
+    normed = model._normalize_context_k(keys)
+    for layer, out, into in zip(model.layers, normed, keys, strict=True):
+        weight = layer.self_attn.k_norm.weight
+        expected = torch.nn.functional.rms_norm(into, (32,), weight, model._rms_norm_eps)
+        torch.testing.assert_close(out, expected, **tolerances.within(tolerances.norm(32)))

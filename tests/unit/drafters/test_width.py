@@ -1,15 +1,22 @@
-"""How wide each policy drafts, and settings that make no sense."""
+"""How wide each policy drafts, what it learns of steps' costs, what each step of several reveals,
+and settings that make no sense."""
 
+import math
 import pickle
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests import tolerances
 from vllm_dllm.config.drafter import DrafterConfig, context_limit
 from vllm_dllm.config.extension import ExtensionConfig
-from vllm_dllm.drafters.step_costs import Step
+from vllm_dllm.drafters.passes import SCHEDULES, choose_revealed, reveal_counts
+from vllm_dllm.drafters.step_costs import Step, StepClock, StepCosts
 from vllm_dllm.drafters.width import AcceptanceWidth, LoadWidth, PredictedWidth, make_policy
 
 
@@ -207,3 +214,134 @@ def test_predicted_widths_arrive_in_another_process_as_numbers() -> None:
 
     sent = PredictedWidths(["a", "b"], torch.tensor([3, 15]))
     assert pickle.loads(pickle.dumps(sent)) == dict(sent) == {"a": 3, "b": 15}
+
+
+def milliseconds(step: Step) -> float:
+    """The machine of these tests: a base, then something for each part."""
+    drafts = 4 * (step.num_drafted > 0) + 0.5 * step.num_drafted
+    return 5 + 0.1 * step.num_rows + 0.05 * step.num_prefilled + drafts
+
+
+def learn(costs: StepCosts, rng: random.Random, slow_share: float = 0.0, count: int = 300) -> None:
+    for _ in range(count):
+        num_requests = rng.randint(1, 16)
+        num_drafted = rng.choice([0, num_requests])
+        num_rows = num_requests + 15 * rng.choice([0, num_requests])
+        step = Step(num_rows, rng.choice([0, 0, 30]), num_drafted)
+        slow = 8 if rng.random() < slow_share else 1
+        costs.add_step(step, slow * milliseconds(step) * rng.gauss(1, 0.05) / 1000)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("slow_share", [0.0, 0.1])
+def test_costs_are_learnt(slow_share: float) -> None:
+    costs = StepCosts()
+    learn(costs, random.Random(0), slow_share)
+    steps = [Step(1, 0, 0), Step(16, 0, 0), Step(16, 0, 1), Step(256, 0, 16)]
+    found = [1000 * costs.predict_seconds(step.num_rows, step.num_drafted) for step in steps]
+    assert found == pytest.approx([milliseconds(step) for step in steps], rel=tolerances.STEP_COSTS)
+
+
+@pytest.mark.numerics
+def test_nothing_is_said_before_steps_of_both_kinds_were_seen() -> None:
+    costs = StepCosts()
+    for _ in range(99):
+        costs.add_step(Step(16, 0, 1), 0.01)
+    assert costs.lacks_steps_without_drafts
+    assert not costs.are_known
+    for _ in range(costs.LEAST):
+        costs.add_step(Step(16, 0, 0), 0.006)
+    assert not costs.lacks_steps_without_drafts
+    assert costs.are_known
+
+
+@pytest.mark.numerics
+def test_costs_follow_a_machine_that_changes() -> None:
+    costs = StepCosts()
+    learn(costs, random.Random(0))
+    for _ in range(4 * costs.MEMORY):
+        for num_drafted in (0, 4):
+            costs.add_step(Step(4, 0, num_drafted), 0.02 + 0.01 * num_drafted)
+    found = [costs.predict_seconds(4, num_drafted) for num_drafted in (0, 4)]
+    assert found == pytest.approx([0.02, 0.06], rel=tolerances.STEP_COSTS_OF_A_STEADY_MACHINE)
+
+
+@pytest.mark.numerics
+def test_the_clock_times_steps_of_a_busy_engine() -> None:
+    times = iter([1.0, 1.5, 1.75, 9.0])
+    clock = StepClock(lambda: next(times))
+    steps = [Step(1, 0, 0), Step(16, 0, 1), Step(16, 0, 0), Step(1, 0, 1)]
+    clock.step_scheduled(steps[0], {"a"})
+    assert clock.step_answered() is None, "nothing was running before it"
+    clock.step_scheduled(steps[1], {"a", "b"})
+    clock.step_scheduled(steps[2], {"b"})  # two on their way: asynchronous scheduling
+    assert clock.step_answered() == (steps[1], 0.5)
+    assert clock.step_answered() == (steps[2], 0.25)
+    clock.step_scheduled(steps[3], {"c"})  # b had ended: the engine may have waited for c
+    assert clock.step_answered() is None
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[int, int, str]:
+    num_masked = draw(st.integers(1, 128))
+    return num_masked, draw(st.integers(1, num_masked)), draw(st.sampled_from(list(SCHEDULES)))
+
+
+@pytest.mark.numerics
+@given(blocks())
+def test_counts_are_a_partition_of_the_block(case: tuple[int, int, str]) -> None:
+    num_masked, num_steps, _ = case
+    counts = reveal_counts(*case)
+    assert len(counts) == num_steps and sum(counts) == num_masked and min(counts) >= 1
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("cosine", [1, 4, 5, 6]), ("linear", [4, 4, 4, 4]), ("sqrt", [2, 3, 3, 8])],
+)
+def test_counts_of_16_positions_in_4_steps(schedule: str, expected: list[int]) -> None:
+    assert reveal_counts(16, 4, schedule) == expected
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_go_from_all_to_nothing(schedule: str) -> None:
+    shares = [SCHEDULES[schedule](t / 20) for t in range(21)]
+    assert shares[0] == 1 and shares[-1] == pytest.approx(
+        0, abs=tolerances.unit_roundoff(torch.float64)
+    )
+    assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.numerics
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="cosine, linear, sqrt, got 'quadratic'"):
+        reveal_counts(16, 4, "quadratic")
+    for num_steps in (0, 17):
+        with pytest.raises(ValueError, match=f"1 to 16 steps.*got {num_steps}"):
+            reveal_counts(16, num_steps)
+
+
+def by_loops(confidence: list[float], masked: list[bool], count: int) -> list[bool]:
+    places = sorted((-c, i) for i, c in enumerate(confidence) if masked[i])
+    chosen = {i for _, i in places[:count]}
+    return [i in chosen for i in range(len(masked))]
+
+
+@pytest.mark.numerics
+def test_reveals_the_most_confident() -> None:
+    confidence = torch.randint(5, (50, 16)).float().log()  # ties, and minus infinity
+    masked = torch.rand(50, 16) < 0.6
+    rows = list(zip(confidence.tolist(), masked.tolist(), strict=True))
+    for count in (0, 1, 6, 16):
+        expected = [by_loops(*row, count) for row in rows]
+        assert choose_revealed(confidence, masked, count).tolist() == expected
+
+
+@pytest.mark.numerics
+def test_a_confidence_of_minus_infinity_is_revealed_last_but_revealed() -> None:
+    confidence = torch.tensor([[-math.inf, 0.0, -math.inf]])
+    masked = torch.tensor([[True, False, True]])
+    assert choose_revealed(confidence, masked, 1).tolist() == [[True, False, False]]
+    assert choose_revealed(confidence, masked, 2).tolist() == [[True, False, True]]

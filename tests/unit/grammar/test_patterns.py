@@ -1,4 +1,5 @@
-"""Patterns of JSON schemas mean what they say."""
+"""Patterns of JSON schemas mean what they say; grammars that cannot be used are refused in plain
+words, and do not take long."""
 
 import json
 import re
@@ -10,15 +11,18 @@ from uuid import UUID
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, grammar_from
 from pydantic import EmailStr, TypeAdapter
 
-from tests.unit.grammar.canvases import answer, of_schema, text_of, tokenizer
-from vllm_dllm.grammar.completion import find_shortest_completion
+from tests.unit.grammar.canvases import ENDLESS, answer, of_schema, start, text_of, tokenizer
+from vllm_dllm.grammar.compiler import GrammarError, check_schema_size
+from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
+from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
 from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns, unanchored_lark_regex
 from vllm_dllm.grammar.schema_keys import SchemaError
 
 VALUES = ("b", "b\\", 'b"', "b\t", "bb", "bé", "b日", "b-", "ba", "b^", "b]", "b/", "b\x05")
-PATTERNS = (
+CLASSES = (
     r"^b[^\\]$",
     r'^b[^"]$',
     r'^b[^\\"]*$',
@@ -38,7 +42,7 @@ def accepts(schema: dict, text: str) -> bool:
     return state.consume_tokens(tokens) == len(tokens) and state.is_complete()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", CLASSES)
 def test_a_pattern_means_what_it_says(pattern: str) -> None:
     """As Python reads it. Answers once broke `[^<>\\]`."""
     schema = {"type": "string", "pattern": mend_pattern(pattern)}
@@ -122,3 +126,152 @@ def test_formats_are_what_python_reads(name: str) -> None:
     both = mend_patterns({"type": "string", "format": name, "allOf": [{"pattern": "1"}]})
     found = find_shortest_completion(of_schema(both), 60)
     assert found is not None and "1" in text_of(found)
+
+
+def of_json(schema: object) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+WRONG = {
+    "no value": (of_json({"enum": []}), "Unsatisfiable schema"),
+    "lengths": (of_json({"type": "string", "minLength": 5, "maxLength": 3}), "minLength (5)"),
+    "reference to nowhere": (of_json({"$ref": "http://x/y"}), "http://x/y"),
+    "look-ahead": (grammar_from("regex", "(?=a)b"), "look-ahead"),
+    "rule of itself": (grammar_from("grammar", "start: start"), "no text satisfies it"),
+    "reference to itself": (of_json({"$ref": "#"}), "no text satisfies it"),
+    "no such rule": (grammar_from("grammar", "start: a"), "unknown name"),
+    "regex that explodes": (grammar_from("regex", "(ab|c)?" * 1000), "lexer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_grammar_is_refused(name: str) -> None:
+    text, complaint = WRONG[name]
+    with pytest.raises(GrammarError, match=complaint.replace("(", r"\(").replace(")", r"\)")) as e:
+        start(text)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+def chain(length: int) -> dict:
+    """Definitions, each of which refers to the next one."""
+    links = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {}}}
+
+
+TOO_LARGE = {
+    "definitions": (chain(2000), r"#/\$defs must have at most 300 entries, got 2001"),
+    "alternatives": (
+        {"items": {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(4000)]}},
+        "#/items/anyOf must have at most",
+    ),
+    "of a key's name": (
+        {"properties": {"default": {"allOf": [{}] * 301}}},
+        "#/properties/default/allOf must have at most",
+    ),
+    "repetitions": (
+        {"type": "array", "minItems": 10_000_000},
+        "#/minItems must be at most 10000, got 10000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_schemas_that_stop_llguidance_are_refused_before(name: str) -> None:
+    schema, complaint = TOO_LARGE[name]
+    with pytest.raises(GrammarError, match=complaint):
+        check_schema_size(schema)
+
+
+def test_schemas_at_the_limit_compile() -> None:
+    for schema in (
+        {"type": "object", "properties": {f"p{i}": {} for i in range(300)}},
+        chain(299),
+        {"enum": [f"word {i}" for i in range(3000)]},
+        {"type": "array", "minItems": 10_000},
+    ):
+        check_schema_size(schema)
+        start(of_json(schema))
+
+
+PATTERNS: list[dict] = [{"pattern": f"[a-z]{{{i}}}x"} for i in range(1, 20)]
+TEXT: dict = {"type": "string"}
+SEVERAL = TEXT
+for _pattern in PATTERNS:
+    SEVERAL = {"anyOf": [SEVERAL], **_pattern}
+LINKS = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} | PATTERNS[i] for i in range(19)}
+JOINED_LARK = "start: T\nT: " + " & ".join(f"/(.*)x{{{i}}}(.*)/" for i in range(1, 19))
+JOINED = {
+    "all": ({"items": TEXT | {"allOf": PATTERNS}}, "#/items must not join more than 16 patterns"),
+    "of a property": (
+        {"allOf": [{"properties": {"pattern": one}} for one in PATTERNS]},
+        "# must not join more than 16",
+    ),
+    "beside references": (
+        {"$ref": "#/$defs/d0", "$defs": LINKS | {"d19": TEXT}},
+        r"#/\$defs/d0 must not join more than 16",
+    ),
+    "beside alternatives": (SEVERAL, "must not join more than 16"),
+    "of a tag": (
+        {"format": {"type": "json_schema", "json_schema": {"allOf": PATTERNS}}},
+        "#/format/json_schema must not join",
+    ),
+    "of a tag's grammar": (
+        {"format": {"type": "grammar", "grammar": JOINED_LARK}},
+        "at most 16 signs &, got 17",
+    ),
+    "long": (TEXT | {"pattern": "a" * 20_000}, "at most 16384 bytes, got 20000"),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_patterns_that_would_take_an_hour_are_refused_before(name: str) -> None:
+    schema, complaint = JOINED[name]
+    with pytest.raises(GrammarError, match=complaint):
+        check_joined_patterns(schema)
+
+
+def test_grammars_with_schemas_inside_are_refused_before() -> None:
+    for schema, complaint in (
+        (json.dumps({"allOf": PATTERNS}), "# must not join"),
+        (json.dumps({"properties": {f"p{i}": {} for i in range(301)}}), "at most 300 entries"),
+        ("[" * 7000, "nested too deeply"),
+    ):
+        with pytest.raises(GrammarError, match=complaint):
+            check_lark(f"start: %json {schema}")
+    with pytest.raises(GrammarError, match="signs &"):
+        check_lark(JOINED_LARK)
+
+
+def test_many_patterns_that_do_not_meet_are_admitted() -> None:
+    for schema in (
+        {"properties": {f"p{i}": TEXT | one for i, one in enumerate(PATTERNS)}},
+        {"anyOf": PATTERNS},
+        {"properties": {"pattern": {"allOf": PATTERNS[:16]}}},
+        {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"anyOf": PATTERNS}}},
+        {"enum": [{"allOf": PATTERNS}]},
+        True,
+        5,
+    ):
+        check_joined_patterns(schema)
+    check_lark('start: "&&" | "%json" | %json {"type": "null"} | %json nonsense')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        grammar_from("grammar", 'start: "a" start'),
+        grammar_from("grammar", 'start: "(" start ")"'),
+        of_json(ENDLESS),
+        grammar_from("regex", "(a?){2000}a{2000}"),
+        grammar_from("regex", "(a{1,1000}){1,1000}b"),
+    ],
+    ids=["endless rule", "never closed", "endless reference", "explodes late", "explodes at once"],
+)
+def test_endless_grammars_have_no_completion(text: str) -> None:
+    assert find_completion(start(text), 4096) is None
+
+
+@pytest.mark.parametrize("regex", ["(a+)+b", "(a|b)*a(a|b){20}"])
+def test_regexes_that_hang_others_are_harmless(regex: str) -> None:
+    tokens = find_completion(start(grammar_from("regex", regex)), 4096)
+    assert tokens is not None

@@ -17,39 +17,27 @@ from vllm_dllm import plugin
 from vllm_dllm.tools.plan.capacity import read_shape
 
 SDAR = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+SDAR_MOE = {**SDAR, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
 LLADA2 = {
-    "head_dim": 128,
-    "num_key_value_heads": 4,
-    "vocab_size": 157184,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
+    **{"head_dim": 128, "num_key_value_heads": 4, "vocab_size": 157184},
+    **{"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
 }
 YARN = CONFIGS["NemotronLabsDiffusionModel"]["rope_parameters"] | {
     "factor": 16.0,
     "original_max_position_embeddings": 16384,
 }
 NEMOTRON = {
-    "vocab_size": 131072,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 262144,
-    "rope_parameters": YARN,
-    "block_size": 32,
-    "mask_token_id": 100,
-    "bos_token_id": 1,
-    "eos_token_id": 11,
+    **{"vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "rope_parameters": YARN},
+    **{"block_size": 32, "mask_token_id": 100, "bos_token_id": 1, "eos_token_id": 11},
 }
+BASE = {"max_position_embeddings": 4096, "rope_parameters": YARN | {"factor": 0.25}}
 FAST_DLLM = {
-    "num_hidden_layers": 28,
-    "max_position_embeddings": 32768,
-    "bd_size": 32,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
+    **{"max_position_embeddings": 32768, "bd_size": 32},
+    **{"bos_token_id": 151643, "eos_token_id": 151645},
 }
+SMALL = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
+LARGE = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
 
 
 class Family(NamedTuple):
@@ -67,127 +55,48 @@ FAMILIES = {
     "Nemotron": Family("NemotronLabsDiffusionModel", 32, 100, ("diffusion_head",)),
     "Fast-dLLM": Family("Fast_dLLM_QwenForCausalLM", 32, 151665),
 }
-SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "SDAR-1.7B": (
-        "SDAR",
-        {
-            **SDAR,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-    ),
-    "SDAR-4B": (
-        "SDAR",
-        {**SDAR, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
-    ),
-    "SDAR-8B": (
-        "SDAR",
-        {**SDAR, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
-    ),
-    "SDAR-30B-A3B": (
-        "MoE",
-        {
-            **SDAR,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-    ),
+# Family, widths of layers and of their MLPs, number of layers, and what else is in config.json.
+SIZES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "SDAR-1.7B": ("SDAR", 2048, 6144, 28, SDAR | {"num_attention_heads": 16}),
+    "SDAR-4B": ("SDAR", 2560, 9728, 36, SDAR),
+    "SDAR-8B": ("SDAR", 4096, 12288, 36, SDAR),
+    "SDAR-30B-A3B": ("MoE", 2048, 6144, 48, SDAR_MOE | {"moe_intermediate_size": 768}),
     "LLaDA2.0-mini": (
-        "LLaDA2",
-        {
-            **LLADA2,
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 20,
-            "num_attention_heads": 16,
-            "moe_intermediate_size": 512,
-        },
+        *("LLaDA2", 2048, 5120, 20),
+        LLADA2 | {"num_attention_heads": 16, "moe_intermediate_size": 512},
     ),
     "LLaDA2.0-flash": (
-        "LLaDA2",
-        {
-            **LLADA2,
-            "hidden_size": 4096,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "moe_intermediate_size": 1024,
-        },
+        *("LLaDA2", 4096, 9216, 32),
+        LLADA2 | {"num_attention_heads": 32, "moe_intermediate_size": 1024},
     ),
-    "Nemotron-3B": (
-        "Nemotron",
-        {**NEMOTRON, "hidden_size": 3072, "num_hidden_layers": 26, "intermediate_size": 9216},
-    ),
-    "Nemotron-8B": (
-        "Nemotron",
-        {**NEMOTRON, "hidden_size": 4096, "num_hidden_layers": 34, "intermediate_size": 14336},
-    ),
+    "Nemotron-3B": ("Nemotron", 3072, 9216, 26, NEMOTRON),
+    "Nemotron-8B": ("Nemotron", 4096, 14336, 34, NEMOTRON),
     "Nemotron-14B": (
-        "Nemotron",
-        {
-            **NEMOTRON,
-            "hidden_size": 5120,
-            "num_hidden_layers": 40,
-            "intermediate_size": 16384,
-            "rope_parameters": YARN | {"rope_theta": 1e9},
-        },
+        *("Nemotron", 5120, 16384, 40),
+        NEMOTRON | {"rope_parameters": YARN | {"rope_theta": 1e9}},
     ),
-    "Nemotron-3B-Base": (
-        "Nemotron",
-        {
-            **NEMOTRON,
-            "hidden_size": 3072,
-            "num_hidden_layers": 26,
-            "intermediate_size": 9216,
-            "max_position_embeddings": 4096,
-            "rope_parameters": YARN | {"factor": 0.25},
-            "eos_token_id": 2,
-        },
-    ),
+    "Nemotron-3B-Base": ("Nemotron", 3072, 9216, 26, NEMOTRON | BASE | {"eos_token_id": 2}),
     "Fast-dLLM-1.5B": (
-        "Fast-dLLM",
-        {
-            **FAST_DLLM,
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
+        *("Fast-dLLM", 1536, 8960, 28),
+        FAST_DLLM | SMALL | {"tie_word_embeddings": True},
     ),
     "Fast-dLLM-7B": (
-        "Fast-dLLM",
-        {
-            **FAST_DLLM,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
+        *("Fast-dLLM", 3584, 18944, 28),
+        FAST_DLLM | LARGE | {"tie_word_embeddings": False},
     ),
 }
 
 
 def published(size: str) -> dict[str, Any]:
     """The config.json of that size."""
-    family, sizes = SIZES[size]
+    family, hidden_size, intermediate_size, num_hidden_layers, others = SIZES[size]
     architecture = FAMILIES[family].architecture
     return {
         **CONFIGS[architecture],
         "architectures": [architecture],
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        **sizes,
+        **{"eos_token_id": 1, "pad_token_id": 0, "hidden_size": hidden_size},
+        **{"intermediate_size": intermediate_size, "num_hidden_layers": num_hidden_layers},
+        **others,
     }
 
 

@@ -130,33 +130,43 @@ def test_the_published_command(configure: Configure) -> None:
     configure(hf_overrides=PUBLISHED, generation_config="vllm", max_num_seqs=4)
 
 
-def test_a_default_of_verified_drafts_needs_room_for_two_blocks() -> None:
-    plugin.register()
-    settings = {"defaults": {"diffusion_acceptance": "verified"}}
-    with pytest.raises(ValueError, match="'verified' needs room for two blocks in a canvas"):
-        EngineArgs(
-            str(CHECKPOINTS / "sdar-tiny"),
-            enforce_eager=True,
-            additional_config={"vllm_dllm": settings},
-        ).create_engine_config()
+def ours(**settings: Any) -> dict[str, Any]:
+    return {"additional_config": {"vllm_dllm": settings}}
 
 
-def test_a_default_of_more_blocks_in_flight_than_there_are() -> None:
-    plugin.register()
-    settings = {"blocks_in_flight": 2, "defaults": {"diffusion_blocks_in_flight": 3}}
-    with pytest.raises(ValueError, match=r"diffusion_blocks_in_flight must be at most 2, .* got 3"):
-        EngineArgs(
-            str(CHECKPOINTS / "sdar-tiny"),
-            enforce_eager=True,
-            additional_config={"vllm_dllm": settings},
-        ).create_engine_config()
+VERIFIED, AHEAD = {"diffusion_acceptance": "verified"}, {"diffusion_blocks_in_flight": 3}
+NO_RUNNER = "runner must be generate for a diffusion model, got"
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "verified drafts without room for two blocks": (
+        *("masked", ours(defaults=VERIFIED)),
+        "'verified' needs room for two blocks in a canvas",
+    ),
+    "a default of more blocks than there are": (
+        *("masked", ours(blocks_in_flight=2, defaults=AHEAD)),
+        r"diffusion_blocks_in_flight must be at most 2, .* got 3",
+    ),
+    "several canvases in flight": (
+        *("configure", ours(blocks_in_flight=2)),
+        "blocks_in_flight must be 1 for this model, got 2",
+    ),
+    # vLLM says so of DiffusionGemma when it has loaded the model, and not what to do.
+    "adapters": ("configure", {"enable_lora": True}, r"--enable-lora is not .* Merge the adapter"),
+    "a runner that pools": ("configure", {"runner": "pooling"}, NO_RUNNER),
+    "a masked model's runner that pools": ("masked", {"runner": "pooling"}, NO_RUNNER),
+    "embeddings": ("configure", {"convert": "embed"}, NO_RUNNER),
+    "a masked model's embeddings": ("masked", {"convert": "embed"}, NO_RUNNER),
+}
 
 
-@pytest.mark.parametrize("option", [{"runner": "pooling"}, {"convert": "embed"}])
-def test_no_embeddings(configure: Configure, masked: Configure, option: dict[str, Any]) -> None:
-    for create in (configure, masked):
-        with pytest.raises(ValueError, match="runner must be generate for a diffusion model, got"):
-            create(**option)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served(request: pytest.FixtureRequest, case: str) -> None:
+    family, options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        request.getfixturevalue(family)(**options)
+
+
+def test_masked_models_take_adapters(masked: Configure) -> None:
+    assert masked(enable_lora=True).lora_config is not None
 
 
 def test_the_server_in_rust_is_refused(
@@ -167,11 +177,6 @@ def test_the_server_in_rust_is_refused(
     for create in (configure, masked):
         with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND is not possible"):
             create()
-
-
-def test_diffusion_gemma_has_one_canvas_in_flight(configure: Configure) -> None:
-    with pytest.raises(ValueError, match="blocks_in_flight must be 1 for this model, got 2"):
-        configure(additional_config={"vllm_dllm": {"blocks_in_flight": 2}})
 
 
 @pytest.mark.parametrize(
@@ -256,10 +261,3 @@ def test_uno_names_sdars_architecture(
     log = logged(masked_config)
     EngineArgs(str(folder), enforce_eager=True).create_engine_config()
     assert ["says UNO" in line for line in log] == [True] * is_warned
-
-
-def test_adapters_are_for_masked_models(configure: Configure, masked: Configure) -> None:
-    """vLLM says so of DiffusionGemma when it has loaded the model, and not what to do."""
-    with pytest.raises(ValueError, match=r"--enable-lora is not possible .* Merge the adapter"):
-        configure(enable_lora=True)
-    assert masked(enable_lora=True).lora_config is not None

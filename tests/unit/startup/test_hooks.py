@@ -1,6 +1,10 @@
-"""What a start checks and sets: a drafter, and wrong warnings."""
+"""What a start checks and sets: a drafter, wrong warnings, values of options, and a chat template
+that never ends."""
 
+import argparse
+import json
 import logging
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +12,11 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.launchers import launcher
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import log_lines, startup
 from vllm_dllm.compat.log_lines import (
     CLIENT,
@@ -19,7 +26,8 @@ from vllm_dllm.compat.log_lines import (
 )
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
-from vllm_dllm.startup import hooks
+from vllm_dllm.startup import hooks, options
+from vllm_dllm.startup.chat_template import check_chat_template
 
 SETTINGS = {"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}
 
@@ -165,3 +173,119 @@ def test_a_port_that_there_is_not() -> None:
     startup.explain_bind_errors(hooks.explain_bind_error)
     with pytest.raises(SystemExit, match=r"^Error: --port must be from 0 to 65535, got 99999\.$"):
         launcher.create_server_socket(("127.0.0.1", 99999), reuse_port=False)
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = argparse.ArgumentParser._get_value
+    monkeypatch.setattr(argparse.ArgumentParser, "_get_value", stock)  # put back at the end
+    options.install()
+    options.install()
+
+
+def said(parser: FlexibleArgumentParser, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args([*words])
+    return str(end.value)
+
+
+@pytest.mark.parametrize("name", options.EXAMPLES)
+def test_json_that_is_none(parser: FlexibleArgumentParser, name: str) -> None:
+    """In two words or in one, and in either spelling; what the error shows is JSON."""
+    joined = name.replace("-config", "_config") + "={canvas: 1}"
+    expected = f"Error: {name} must be a JSON object such as '"
+    for words in ([name, "{canvas: 1}"], [joined]):
+        line = said(parser, *words)
+        assert line.startswith(expected)
+        assert "', got '{canvas: 1}': Expecting property name" in line
+    example = line.removeprefix(expected).partition("', got ")[0]
+    parsed = parser.parse_args([name, example])
+    assert getattr(parsed, name[2:].replace("-", "_")) == json.loads(example)
+
+
+BYTES = "must be an integer > 0, or one with k, m, g or t (powers of 1000) or K, M, G or T (of 1024"
+IN_QUOTES = "must be valid JSON in quotes, got"
+CASES = {
+    "-sc {x": "--speculative-config must be a JSON object",
+    "--diffusion-config 64": "--diffusion-config must be a JSON object such as '{\"can",
+    "--additional-config null": "--additional-config must be a JSON object",
+    "--limit-mm-per-prompt {image:1}": f"--limit-mm-per-prompt {IN_QUOTES} '{{image:1}}': Exp",
+    "--mm-processor-kwargs {x": f"--mm-processor-kwargs {IN_QUOTES} '{{x': Expecting prop",
+    "-cc {x": f"--compilation-config {IN_QUOTES} '{{x': Invalid JSON: key must be a string",
+    '-cc {"modes":3}': f"--compilation-config {IN_QUOTES} '{{\"modes\":3}}': modes: Unexpected",
+    "--kv-transfer-config {x": f"--kv-transfer-config {IN_QUOTES} '{{x': Invalid JSON",
+    "--kv-cache-memory-bytes 1GB": f"--kv-cache-memory-bytes {BYTES}), got '1GB'.",
+    "--kv-cache-memory-bytes -1": f"--kv-cache-memory-bytes {BYTES}), got '-1'.",
+    "--max-num-batched-tokens 1GB": f"--max-num-batched-tokens {BYTES}), got '1GB'.",
+    "--uds /nope/s.sock": "--uds must be a path in a folder that is there, got '/nope/s.sock'.",
+    "--ssl-certfile /nope.pem": "--ssl-certfile must be a file that can be read, got '/nope.pem'.",
+}
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_what_an_option_takes(parser: FlexibleArgumentParser, words: str) -> None:
+    assert said(parser, *words.split()).startswith(f"Error: {CASES[words]}")
+
+
+def test_right_values(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    (tmp_path / "key.pem").touch()
+    words = ["--uds", "s.sock", "--ssl-keyfile", str(tmp_path / "key.pem")]
+    words += ["--kv-cache-memory-bytes", "16M", "--additional-config.vllm_dllm.x", "true"]
+    parsed = parser.parse_args(words)
+    assert parsed.kv_cache_memory_bytes == 16 << 20
+    assert parsed.additional_config == {"vllm_dllm": {"x": True}}
+
+
+def test_other_errors_are_vllms(parser: FlexibleArgumentParser) -> None:
+    with pytest.raises(argparse.ArgumentError, match="--port: invalid int value: 'x'"):
+        parser.parse_args(["--port", "x"])
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def in_a_file(folder: Path, template: str) -> Path:
+    (folder / "chat_template.jinja").write_text(template)
+    return folder / "chat_template.jinja"
+
+
+def in_the_tokenizer(folder: Path, template: str) -> Path:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder / "tokenizer_config.json"
+
+
+@pytest.mark.parametrize("write", [in_a_file, in_the_tokenizer])
+def test_one_that_does_not_end(tmp_path: Path, write) -> None:
+    file = write(tmp_path, ENDLESS)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ValueError) as refusal:
+        check_chat_template(tmp_path, limit_s=0.2)
+    assert str(refusal.value).startswith(
+        f"The chat template in {file} must end, got one that was not done with 'Hi' after 0.2 s."
+    )
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0].content }}", "{% if %}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"],
+)
+def test_what_ends_is_left_to_vllm(tmp_path: Path, template: str) -> None:
+    in_a_file(tmp_path, template)
+    check_chat_template(tmp_path)
+
+
+def test_a_tokenizer_with_templates_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{}]}')
+    check_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["diffusiongemma-tiny", "qwen3-tiny-target"])
+def test_ours(name: str) -> None:
+    check_chat_template(CHECKPOINTS / name)

@@ -1,12 +1,16 @@
-"""How far a step takes each canvas: limits of steps, what is emitted, committed or taken back, and
-slots that others had before."""
+"""How far a step takes each canvas: which rows are its own, what its request's settings and the
+load do to it, limits of steps, what is emitted, committed or taken back."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.step.worker import CONTEXT, C, GetWorker, Worker, noise, sure
+from tests.unit.step.batches import canvas_batch
+from tests.unit.step.worker import CONTEXT, C, GetWorker, V, Worker, noise, sure
+from vllm_dllm.config.extension import LoadStage
+from vllm_dllm.denoise.step import StepRules
+from vllm_dllm.step.asked.settings import LoadStages
 
 BLOCK, OTHER = [21, 22, 23, 24], [31, 32, 33, 34]
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -221,3 +225,199 @@ def test_pins_are_not_emitted_where_tokens_are_revealed_for_good(worker: GetWork
         assert (one.canvas("a")[::2] == [40, 40]) and not one.answer("a")
         one.step({"a": noise(C, step)})
     assert set(one.answer("a")) <= {7, 8, 9} and len(one.answer("a")) == C
+
+
+STAGES = (
+    LoadStage(4, stability_threshold=0),
+    LoadStage(8, confidence_threshold=0.02, stability_threshold=0),
+)
+OWN = [(0.005, 1), (0.05, 3), (0.001, 0)]  # confidence, stability of three requests
+
+
+def expected(num_canvases: int, own: tuple[float, int], allowed: int) -> tuple[float, float]:
+    confidence, stability = own
+    for stage in STAGES[:allowed]:
+        if num_canvases >= stage.canvases:
+            confidence = max(confidence, stage.confidence_threshold)
+            stability = min(stability, stage.stability_threshold)
+    return confidence, stability
+
+
+@pytest.mark.parametrize("num_canvases", [1, 3, 4, 7, 8, 100])
+def test_thresholds_follow_the_load(num_canvases: int) -> None:
+    load = LoadStages(STAGES, torch.device("cpu"))
+    rows = [(own, allowed) for own in OWN for allowed in (0, 1, 2, 9)]
+    rules = StepRules(
+        0.1,
+        torch.tensor([own[0] for own, _ in rows]),
+        torch.tensor([float(own[1]) for own, _ in rows]),
+    )
+    if reached := load.num_stages_at(num_canvases):
+        rules = load.loosen(rules, torch.tensor([allowed for _, allowed in rows]), reached)
+    want = [expected(num_canvases, own, allowed) for own, allowed in rows]
+    torch.testing.assert_close(
+        torch.stack((rules.confidence_threshold, rules.stability_threshold), dim=-1),
+        torch.tensor(want),
+        rtol=0,
+        atol=0,
+    )
+    assert rules.entropy_bound == 0.1
+
+
+def test_without_stages_none_is_reached() -> None:
+    assert LoadStages((), torch.device("cpu")).num_stages_at(10**6) == 0
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    return {f"diffusion_{name}": value for name, value in options.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 2),
+        ({"stability_threshold": 3}, 4),
+        ({"confidence_threshold": 1e-9, "max_steps": 5}, 5),
+        ({"confidence_threshold": 9.0, "stability_threshold": 0}, 1),
+    ],
+)
+def test_when_a_canvas_is_finished(worker: GetWorker, settings: dict[str, Any], steps: int) -> None:
+    one = worker()
+    one.admit("a", **asked(**settings))
+    emitted = [one.step({"a": sure(BLOCK, 15.0)}).emitted["a"] for _ in range(steps)]
+    assert emitted == [[]] * (steps - 1) + [BLOCK]
+
+
+ALL_30, ALL_31, FIRST_30 = [30] * 2 * C, [31] * 2 * C, [30] * C + [31] * C
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({}, ALL_30),
+        ({"presence_penalty": 2.0}, FIRST_30),
+        ({"frequency_penalty": 0.5}, FIRST_30),
+        ({"repetition_penalty": 4.0}, FIRST_30),
+        ({"logit_bias": {31: 2.0}}, ALL_31),
+        ({"allowed_token_ids": [31, 32]}, ALL_31),
+        ({"bad_words": [[30]]}, ALL_31),
+        ({"bad_words": [[30, 30]]}, [30, 31] * C),
+        ({"min_tokens": 2 * C, "stop_token_ids": [30]}, ALL_31),
+    ],
+    ids=str,
+)
+def test_rules_of_tokens(worker: GetWorker, options: dict[str, Any], answer: list[int]) -> None:
+    """The model's first choice is 30 and its second 31, everywhere."""
+    one = worker()
+    one.admit("a", **options, diffusion_max_steps=1)
+    for _ in range(2):
+        known = len(one.requests["a"].tokens) - one.requests["a"].computed
+        says = torch.zeros(known + C, V)
+        says[:, 30:32] = torch.tensor([13.0, 12.0])
+        one.step({"a": says})
+    assert one.answer("a") == answer
+
+
+def test_the_servers_own_settings_change_nothing(worker: GetWorker) -> None:
+    own = asked(t_min=0.4, t_max=0.8, entropy_bound=0.1, confidence_threshold=0.005)
+    one = worker()
+    one.admit("says nothing")
+    one.admit("says it", **own, **asked(stability_threshold=1))
+    for step in range(3):
+        one.step(dict.fromkeys(one.requests, noise(C, step)))
+        assert one.canvas("says it") == one.canvas("says nothing")
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"min_p": 1.0}, {"top_p": 1e-3}, {"top_k": 1}], ids=str
+)
+def test_greedy_candidates(worker: GetWorker, options: dict[str, float]) -> None:
+    """With temperature 0 what is kept of a step is its best guess; so it is where others are left
+    out."""
+    one, says = worker(), noise(C, scale=1.0)
+    one.admit("a", **options, **asked(entropy_bound=1e6))
+    one.step({"a": says})
+    assert one.canvas("a") == says.argmax(-1).tolist()
+
+
+REVEALING = (
+    asked(acceptance="top_k", accept_tokens=1),
+    asked(acceptance="confidence", accept_probability=1.0),
+)
+
+
+@pytest.mark.parametrize("rule", REVEALING)
+def test_a_position_is_revealed_for_good(worker: GetWorker, rule: dict[str, Any]) -> None:
+    """One in each of these steps, and the last one finishes the canvas."""
+    one, known = worker(), {}
+    one.admit("a", **rule)
+    for step in range(1, C + 1):
+        emitted = one.step({"a": noise(C, step)}).emitted["a"]
+        canvas, revealed = one.canvas("a"), one.slots.revealed[one.slot("a")].tolist()
+        if step < C:
+            assert sum(revealed) == step
+            assert all(canvas[place] == token for place, token in known.items())
+            known = {place: canvas[place] for place in range(C) if revealed[place]}
+    assert len(emitted) == C and all(emitted[place] == known[place] for place in known)
+
+
+def test_under_load_a_canvas_is_finished_sooner_where_its_request_allows_it(
+    worker: GetWorker,
+) -> None:
+    stages = [{"canvases": 2, "stability_threshold": 0, "confidence_threshold": 9.0}]
+    one = worker(settings={"load_stages": stages})
+    one.admit("allows", **asked(load_stages=1))
+    one.admit("does not")
+    assert not one.step({"allows": noise(C)}).emitted["allows"], "alone"
+    emitted = one.step({name: noise(C) for name in one.requests}).emitted
+    assert emitted["allows"] and not emitted["does not"]
+
+
+def test_what_follows_the_answer_is_not_waited_for(worker: GetWorker) -> None:
+    one = worker()
+    one.admit("judged", stop_token_ids=[22], **asked(judge_answer_only=True))
+    one.admit("whole", stop_token_ids=[22], **asked(judge_answer_only=False))
+    for step in range(2):
+        says = torch.cat([sure(BLOCK[:2]), noise(2, step, scale=9.0)])
+        emitted = one.step(dict.fromkeys(one.requests, says)).emitted
+    assert emitted["judged"] and not emitted["whole"]
+
+
+def test_only_full_canvases_need_no_indices() -> None:
+    batch = canvas_batch(C, [4, 4], [7, 2])
+    assert batch.slots.tolist() == [7, 2] and batch.lengths.tolist() == [4, 4]
+    assert batch.cells is None and batch.tokens is None and batch.valid is None
+    assert batch.expand_to_rows(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
+
+
+def test_slots_in_order_are_a_slice() -> None:
+    in_order = canvas_batch(C, [4, 0, 4], [3, 9, 4], [0, 4, 0])
+    assert in_order.slot_index == slice(3, 5)
+    assert in_order.request_index.tolist() == [0, 2]
+    for slots in ([4, 3], [3, 5]):
+        index = canvas_batch(C, [4, 4], slots).slot_index
+        assert isinstance(index, torch.Tensor) and index.tolist() == slots
+
+
+def test_prefills_and_short_canvases() -> None:
+    # A prefill that goes on, a prompt's last 3 rows with a canvas cut to 2, a full canvas.
+    batch = canvas_batch(C, [0, 2, 4], [1, 0, 3], [5, 3, 0])
+    assert batch.requests.tolist() == [1, 2] and batch.slots.tolist() == [0, 3]
+    assert batch.tokens is not None and batch.tokens.tolist() == [8, 9, 10, 11, 12, 13]
+    assert batch.cells is not None and batch.cells.tolist() == [0, 1, 4, 5, 6, 7]
+    assert batch.valid is not None and batch.valid.sum(-1).tolist() == [2, 4]
+    rows = torch.arange(1, 7)
+    assert batch.unflatten(rows).tolist() == [[1, 2, 0, 0], [3, 4, 5, 6]]
+    assert torch.equal(batch.flatten(batch.unflatten(rows)), rows)
+
+
+def test_kept_for_steps_with_the_same_canvases() -> None:
+    first = canvas_batch(C, [4, 4], [7, 2])
+    assert canvas_batch(C, [4, 4], [7, 2]) is first
+    for other in (
+        canvas_batch(C, [4, 4], [7, 3]),  # another request
+        canvas_batch(C, [4, 3], [7, 2], [0, 1]),  # a canvas cut short
+        canvas_batch(C, [4, 4], [7, 2], [1, 0]),  # the end of a prompt before it
+        canvas_batch(C, [4], [7]),
+    ):
+        assert other is not first

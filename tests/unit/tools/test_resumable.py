@@ -1,7 +1,9 @@
-"""What commands share: the command line, a server for the length of a block, and folders of
-which they write all or nothing, and go on."""
+"""What commands share: the command line, a server for the length of a block, folders of which they
+write all or nothing, and go on, and output that cannot be written."""
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from rich.console import Console
 
 from tests.processes import is_running, wait_for
 from vllm_dllm import cli
+from vllm_dllm.cli import main
 from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.tools import server_process
 from vllm_dllm.tools.commands import COMMANDS
@@ -152,3 +155,64 @@ def test_help_names_each_default_once(name: str, capsys: pytest.CaptureFixture[s
         cli.main([*name.split(), "--help"])
     options = capsys.readouterr().out.split("\n  -")
     assert all(option.count("default: ") <= 1 for option in options)
+
+
+TRAIN = "drafter train --target x -o y"
+PLAN = "plan x --gpu h200"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            f"{TRAIN} --target-layers a,b",
+            "--target-layers: expected numbers such as 1,3,5, got a,b",
+        ),
+        (f"{TRAIN} --seed -1", "--seed: expected a whole number from 0 on, of at most 18 digits"),
+        (f"{TRAIN} --seed {10**23}", f"of at most 18 digits, got {10**23}"),
+        (
+            f'{PLAN} --limit-mm-per-prompt {{"image"',
+            'expected JSON like {"image": 0}, got {"image"',
+        ),
+        (
+            "eval x --serve-options='a",
+            "--serve-options: No closing quotation in 'a: expected a shell",
+        ),
+    ],
+    ids=["layers", "negative seed", "huge seed", "image limit", "quotation"],
+)
+def test_says_what_it_expects(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(command.split())
+    assert message in capsys.readouterr().err
+
+
+def run_into(stdout: int, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit status, and what is written to standard error."""
+    result = subprocess.run(
+        [sys.executable, "-m", "vllm_dllm", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    os.close(stdout)
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written(unbuffered: str) -> None:
+    nobody_reads, pipe = os.pipe()
+    os.close(nobody_reads)
+    assert run_into(pipe, "checkpoint", PYTHONUNBUFFERED=unbuffered) == (1, "")
+    status, error = run_into(
+        os.open("/dev/full", os.O_WRONLY), "checkpoint", PYTHONUNBUFFERED=unbuffered
+    )
+    assert (status, error.count("\n")) == (1, 1) and "No space left on device" in error
+
+
+def test_an_encoding_that_lacks_characters() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    assert run_into(nowhere, "drafter", "train", "--help", PYTHONIOENCODING="ascii") == (0, "")

@@ -1,9 +1,10 @@
-"""`vllm-dllm quantize` names what it cannot use, and writes nothing then. Masked models'
-checkpoints."""
+"""What cannot be quantised, weight files that are not whole or not where they are said to be, and
+`vllm-dllm quantize` that goes on where it was interrupted."""
 
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DiffusionGemmaForBlockDiffusion
+from vllm.engine.arg_utils import EngineArgs
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine.masked import make_checkpoint
@@ -19,7 +22,8 @@ from tests.paths import CHECKPOINTS
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, files, read
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.weight_files import TensorInfo
+from vllm_dllm.quantization.weight_files import TensorInfo, read_shards, save_tensors
+from vllm_dllm.tools.quantize import quantize as quantize_module
 from vllm_dllm.tools.quantize.plan import make_plan
 from vllm_dllm.tools.quantize.quantize import quantize
 from vllm_dllm.tools.quantize.source import Source, read_source
@@ -190,3 +194,207 @@ def test_incomplete_layers(gone: str) -> None:
     tensors = {name: t for name, t in source.tensors.items() if not name.startswith(gone)}
     with pytest.raises(InputError, match=f"has no tensor {re.escape(gone)}.*weight: expected all"):
         make_plan("int8", replace(source, shards={"model.safetensors": tensors}))
+
+
+SECOND = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three shards of five tensors each, of four bytes."""
+    folder, weight_map = tmp_path / "whole", {}
+    folder.mkdir()
+    for i in range(3):
+        file, names = f"model-{i + 1:05}-of-00003.safetensors", [f"{i}.{n}" for n in range(5)]
+        save_file({name: torch.zeros(1) for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert [len(tensors) for tensors in read_shards(folder).values()] == [5] * 3
+    return folder
+
+
+def cut(name: str, length: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+    return damage
+
+
+def move(to: str) -> Callable[[Path], None]:
+    """The index says so."""
+
+    def damage(folder: Path) -> None:
+        (folder / to).parent.mkdir(exist_ok=True)
+        (folder / SECOND).rename(folder / to)
+        (folder / INDEX).write_text((folder / INDEX).read_text().replace(SECOND, to))
+
+    return damage
+
+
+def header(text: bytes) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / SECOND).write_bytes(len(text).to_bytes(8, "little") + text)
+
+    return damage
+
+
+def without_a_tensor(folder: Path) -> None:
+    save_file({f"1.{n}": torch.zeros(1) for n in range(4)}, folder / SECOND)
+
+
+AGAIN = r".*copy or download it again"
+FILE_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no files": (lambda folder: (folder / INDEX).unlink(), r"whole has neither model\.safetensors"),
+    "missing": (
+        lambda folder: (folder / SECOND).unlink(),
+        f"{SECOND} is missing.*5 tensors;{AGAIN}",
+    ),
+    "header cut short": (cut(SECOND, 100), rf"{SECOND} is not a whole .*\(.*header.*\):{AGAIN}"),
+    "a header of no JSON": (header(b"{"), rf"{SECOND} is not a whole .*\(.*\):{AGAIN}"),
+    "a header of no places": (
+        header(b'{"1.0": {"data_offsets": [0, "4"]}}'),
+        rf"{SECOND} is not a whole .*\(.*\):{AGAIN}",
+    ),
+    "another's": (without_a_tensor, rf"{SECOND} lacks 1\.4.*do not belong together;.*both again"),
+    "index cut short": (cut(INDEX, 20), rf"index\.json is not JSON{AGAIN}"),
+    "index of nothing": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
+    "in a folder": (move("sub/x.safetensors"), r"in 'sub/x\.safetensors', expected the name of a"),
+    "elsewhere": (move("../whole/x.safetensors"), r"in '\.\./whole/x\.safetensors', expected the"),
+}
+
+
+@pytest.mark.parametrize("name", FILE_DAMAGES)
+def test_files_that_are_not_whole(shards: Path, name: str) -> None:
+    damage, message = FILE_DAMAGES[name]
+    damage(shards)
+    with pytest.raises(InputError, match=message) as error:
+        read_shards(shards)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("lost", [1, 5])
+def test_the_first_tensor_that_is_cut_is_named(shards: Path, lost: int) -> None:
+    """And how many more are."""
+    whole = (shards / SECOND).read_bytes()
+    cut(SECOND, size := len(whole) - 4 * lost + 1)(shards)
+    rest = r"; 1\.\d would end at byte {}{}\)".format(
+        len(whole) - 4 * (lost - 1), ", and so would 4 more tensors" if lost == 5 else ""
+    )
+    with pytest.raises(InputError, match=rf"it ends at byte {size}{rest}"):
+        read_shards(shards)
+
+
+def test_a_server_looks_before_it_starts(fp8: Path, tmp_path: Path) -> None:
+    """Unless it makes the weights up, or takes them from other files or none."""
+    path = Path(shutil.copytree(fp8, tmp_path / "damaged"))
+
+    def create_config(**options: str) -> None:
+        """What `vllm serve` does first."""
+        arguments = EngineArgs(str(path), enforce_eager=True, max_model_len=1024, **options)
+        arguments.create_engine_config()
+
+    create_config()
+    cut(SECOND, -1)(path)
+    with pytest.raises(ValueError, match=re.escape(SECOND)):
+        create_config()
+    for other in ("dummy", "sharded_state", "tensorizer", "ipc_cache", "pt"):
+        create_config(load_format=other)
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt_after(calls: int, function: Callable) -> Callable:
+    """`function`, which the call after `calls` ends."""
+    made = 0
+
+    def wrapped(*args, **kwargs):
+        nonlocal made
+        made += 1
+        if made > calls:
+            raise Interruption
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def never(*args, **kwargs):
+    raise AssertionError("this was done before the interruption")
+
+
+def test_goes_on_at_the_prompt_it_was_interrupted_at(
+    checkpoint, prompts, fp4, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    generate = DiffusionGemmaForBlockDiffusion.generate
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionGemmaForBlockDiffusion, "generate", interrupt_after(2, generate))
+        with pytest.raises(Interruption):
+            quantize(checkpoint, "nvfp4", out, prompts)
+    results = json.loads((tmp_path / "out.partial" / "input_ranges.json").read_text())
+    assert results["done"] == 2 and not out.exists()
+    with monkeypatch.context() as patch:  # one prompt is left
+        patch.setattr(DiffusionGemmaForBlockDiffusion, "generate", interrupt_after(1, generate))
+        quantize(checkpoint, "nvfp4", out, prompts)
+    assert files(out) == files(fp4)
+
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile"}
+
+
+class InterruptedWrites:
+    """Ends a program at the next file operation in `folder` after `left` ones; Python tells its
+    audit hooks of each before it happens."""
+
+    def __init__(self) -> None:
+        self.folder, self.left = "", sys.maxsize
+        sys.addaudithook(self._hook)  # for good: hooks cannot be removed
+
+    def arm(self, folder: Path, left: int) -> None:
+        self.folder, self.left = str(folder), left
+
+    def disarm(self) -> None:
+        self.left = sys.maxsize
+
+    def _hook(self, event: str, args: tuple) -> None:
+        if self.left == sys.maxsize:
+            return
+        writes = event in WRITES or (event == "open" and "w" in str(args[1]))
+        if writes and any(str(arg).startswith(self.folder) for arg in args):
+            self.left -= 1
+            if self.left < 0:
+                raise Interruption
+
+
+@pytest.mark.slow
+def test_goes_on_from_every_file_operation(checkpoint, prompts, fp4, tmp_path, monkeypatch):
+    """Those from the first shard on are each the last one of some run; nothing is computed twice
+    by the run that follows."""
+    out, partial, before = (tmp_path / name for name in ("out", "out.partial", "before"))
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_module, "save_tensors", interrupt_after(2, save_tensors))
+        with pytest.raises(Interruption):
+            quantize(checkpoint, "nvfp4", out, prompts)
+    partial.rename(before)
+    monkeypatch.setattr(quantize_module, "_find_weight_amax", never)
+    monkeypatch.setattr(DiffusionGemmaForBlockDiffusion, "from_pretrained", never)
+    states, interrupted = [], InterruptedWrites()
+    for count in range(100):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(before, partial)
+        interrupted.arm(tmp_path, count)
+        try:
+            quantize(checkpoint, "nvfp4", out, prompts)
+            break
+        except Interruption:
+            states.append(out.exists())
+        finally:
+            interrupted.disarm()
+        quantize(checkpoint, "nvfp4", out, prompts)
+        assert files(out) == files(fp4) and not partial.exists(), f"after {count} operations"
+    assert states.count(False) > 10  # files, index, config.json, and their renaming
+    assert states.count(True) == 3  # two files of ranges, and what says which run it was
+    with pytest.raises(InputError, match="out exists already"):
+        quantize(checkpoint, "nvfp4", out, prompts)

@@ -1,28 +1,33 @@
-"""Quantised experts and products on a CPU, in both of the types that models have here."""
+"""Quantised layers and experts on CPUs, and the arithmetic of NVFP4."""
 
+import importlib
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.kernels import linear as vllm_kernels
+from vllm.platforms import PlatformEnum
 
 from tests import tolerances
+from vllm_dllm.cpu.compat.kernels import prefer_linear_kernel
 from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support, int8_sums_are_exact
 from vllm_dllm.cpu.quantization import experts, formats
-
-pytestmark = pytest.mark.numerics
+from vllm_dllm.cpu.quantization.linear import CpuFp8LinearKernel
 
 FP8 = torch.float8_e4m3fn
 EXPERTS, HIDDEN, INNER, ROWS, CHOSEN = 4, 64, 32, 19, 2
 
 
+@pytest.mark.numerics
 def test_e4m3_is_read_exactly() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 127) != 127].view(FP8)
     assert torch.equal(formats.fp8_to_fp32(codes), codes.float())
 
 
+@pytest.mark.numerics
 def test_int4_is_read_exactly() -> None:
     codes = torch.arange(16).repeat(2, 4)  # [2, 64]
     packed = torch.zeros(2, 8, dtype=torch.int64)
@@ -94,6 +99,7 @@ FORMATS: dict[str, tuple[Callable[..., Any], float]] = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts(name: str, dtype: torch.dtype) -> None:
@@ -127,6 +133,7 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
     assert 0 < off < share
 
 
+@pytest.mark.numerics
 def test_no_expert_is_of_this_rank() -> None:
     run, _ = of_fp8(torch.float32)
     ids = torch.full((ROWS, CHOSEN), -1, dtype=torch.int32)
@@ -134,6 +141,7 @@ def test_no_expert_is_of_this_rank() -> None:
     assert torch.equal(out, torch.zeros(ROWS, HIDDEN))
 
 
+@pytest.mark.numerics
 def test_int8_is_tried_in_a_bf16_model_as_in_any() -> None:
     """The processor is asked while a model is made, whose type is then the default of new tensors.
     Int8 checkpoints in bf16 did not start."""
@@ -144,3 +152,67 @@ def test_int8_is_tried_in_a_bf16_model_as_in_any() -> None:
         assert int8_sums_are_exact.__wrapped__() == expected
     finally:
         torch.set_default_dtype(before)
+
+
+def test_vllm_asks_it_first() -> None:
+    kernels = vllm_kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
+    assert kernels[0] is CpuFp8LinearKernel
+    prefer_linear_kernel("fp8", CpuFp8LinearKernel)
+    assert kernels.count(CpuFp8LinearKernel) == 1
+
+
+def test_scales_rows_and_channels_and_adds_the_bias() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (2, 3, 16), generator=generator).float()
+    weight = torch.randint(-8, 9, (5, 16), generator=generator).float()
+    x_scale = 2.0 ** torch.randint(-3, 4, (6, 1), generator=generator)
+    scale = 2.0 ** torch.randint(-3, 4, (5, 1), generator=generator)
+    bias = torch.arange(5.0)
+    kernel = CpuFp8LinearKernel.__new__(CpuFp8LinearKernel)
+    out = kernel.apply_scaled_mm(
+        A=x.flatten(0, 1).to(torch.float8_e4m3fn),
+        B=weight.to(torch.float8_e4m3fn).t(),
+        out_dtype=torch.float32,
+        As=x_scale,
+        Bs=scale,
+        bias=bias,
+        output_shape=[2, 3, 5],
+    )
+    assert torch.equal(out, (x * x_scale.view(2, 3, 1)) @ (weight * scale).T + bias)
+
+
+@pytest.mark.numerics
+def test_nvfp4_is_vllms_emulation() -> None:
+    """Values, block scales and ties, against vLLM's own functions, which are slower and round their
+    operands to the model's type."""
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+
+    packed = torch.arange(256, dtype=torch.uint8).repeat(4, 1)
+    block_scale = torch.linspace(0.01, 448, 4 * 32).view(4, 32).to(FP8)
+    one = torch.tensor(1.0)
+    expected = emulation.dequantize_to_dtype(packed, block_scale, one, torch.float32, swizzle=False)
+    assert torch.equal(formats.decode_nvfp4(packed, block_scale, one).values, expected)
+
+    # One of the 16 is 6, so that with a global scale of 1 the others are rounded as they are.
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(2)
+    x = torch.stack((ties, -ties, torch.zeros(16), 1000 * ties, torch.randn(16)))
+    for global_scale in (torch.tensor(1.0), torch.tensor(37.5)):
+        values, scale = formats.quantize_nvfp4(x, global_scale)
+        expected = emulation.ref_nvfp4_quant_dequant(x.clone(), global_scale, 16)
+        torch.testing.assert_close(values * scale, expected, **tolerances.short_formula(0.0))
+
+
+@pytest.mark.numerics
+def test_import_while_a_model_is_built() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            importlib.reload(formats)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    block_scale = torch.ones(1, 1).to(FP8)
+    packed = torch.full((1, 8), 0x7F, dtype=torch.uint8)
+    assert formats.decode_nvfp4(packed, block_scale, torch.tensor(1.0)).values[0, :2].tolist() == [
+        -6.0,
+        6.0,
+    ]

@@ -1,6 +1,7 @@
-"""The step that revealed a token comes with its log-probability, and vLLM's ranks stay. A token's
-text is the same, however often it is asked for, and found once."""
+"""What vLLM says beside an answer's text: its `finish_reason`, log-probabilities with the step that
+revealed a token, and the texts of tokens."""
 
+import asyncio
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from tests.paths import CHECKPOINTS
+from vllm_dllm.compat import usage
 from vllm_dllm.compat.logprobs import (
     RevealedLogprob,
     cache_token_texts,
@@ -96,3 +98,38 @@ def test_a_request_that_leaves_is_forgotten() -> None:
     assert tokens.tolist() == [[7] * 4, [0] * 4, [7] * 4]
     assert heard == [("a", 1, None), ("b", 2, None), ("a",), ("never came",)]
     assert scores.in_progress == "vLLM's"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("stop", "tool_calls"), ("length", "length"), ("abort", "abort")]
+)
+def test_an_answer_that_was_cut_behind_a_call(
+    monkeypatch: pytest.MonkeyPatch, end: str, said: str
+) -> None:
+    """Its client must not take the calls for all of them. vLLM 0.33 corrects that itself."""
+    monkeypatch.setattr(usage.version, "is_at_least", lambda release: False)
+    replacements: dict[str, Any] = {}
+
+    def record(target: str) -> Any:
+        return lambda ours: replacements.setdefault(target.rpartition(".")[2], ours)
+
+    monkeypatch.setattr(usage, "wrap", record)
+    usage.patch_usage()
+    choice = SimpleNamespace(index=0, finish_reason="tool_calls")
+
+    async def stock() -> Any:
+        return SimpleNamespace(choices=[choice])
+
+    async def answer() -> None:
+        usage.count_http_request()
+        output = SimpleNamespace(index=0, finish_reason=end, spec_decode_metrics=None)
+
+        async def results() -> Any:
+            yield SimpleNamespace(request_id="a", outputs=[output])
+
+        async for _ in usage.count_results(results(), lambda: None):
+            pass
+        await replacements["chat_completion_full_generator"](stock)
+
+    asyncio.run(answer())
+    assert choice.finish_reason == said
