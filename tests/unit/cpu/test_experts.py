@@ -1,4 +1,4 @@
-"""Experts one after the other, against each token by itself."""
+"""Experts that CPUs compute, of one rank and of several."""
 
 from typing import Any
 
@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from tests import tolerances
 from tests.patched import patched
 from vllm_dllm.cpu import experts
 from vllm_dllm.cpu.compat import kernels
-
-pytestmark = pytest.mark.numerics
+from vllm_dllm.cpu.compat.kernels import with_local_experts
 
 H, INTERMEDIATE, EXPERTS, CHOICES = 32, 16, 5, 2
 
@@ -54,6 +56,7 @@ def each_by_itself(
     return out
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("activation", experts.ACTIVATIONS)
 def test_equals_each_token_by_itself(activation: str, rows: int) -> None:
@@ -68,6 +71,7 @@ def test_equals_each_token_by_itself(activation: str, rows: int) -> None:
     assert rows == 1 or not found[1].any()
 
 
+@pytest.mark.numerics
 def test_16_bits_where_nothing_is_rounded() -> None:
     """Gates of 8, whose tanh is 1 in 16 bits, and small whole numbers."""
     generator = torch.Generator().manual_seed(0)
@@ -110,6 +114,7 @@ def zen(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
 BF16_SUPPORTED, AMX_SUPPORTED = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("owner", "differences", "expected"),
     [
@@ -134,6 +139,7 @@ def test_large_experts_in_bf16_on_zen_are_ours(
         assert experts.is_faster_than_stock(Experts) == expected
 
 
+@pytest.mark.numerics
 def test_vllm_asks_it_first() -> None:
     backends = unquantized.UnquantizedMoeBackend
     with patched("model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls"):
@@ -144,3 +150,63 @@ def test_vllm_asks_it_first() -> None:
         assert first is experts.Bf16Experts
         assert others == [kernels.with_local_experts(each) for each in stock]
         assert experts.Bf16Experts not in unquantized.backend_to_kernel_cls(backends.TRITON)
+
+
+T, HIDDEN, INNER, E, K = 5, 32, 64, 8, 3
+
+
+def test_the_ranks_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, each with the experts that the map says."""
+
+    def sum_of_experts(
+        output: torch.Tensor,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        w1_bias: None,
+        w2_bias: None,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        *_: object,
+    ) -> None:
+        assert ids.min() >= 0 and ids.max() < len(w1)
+        each = torch.einsum("tkio,ti->tko", w1[ids.long()], x)
+        output.copy_((each * weights[..., None]).sum(1))
+
+    monkeypatch.setattr(cpu_moe, "cpu_fused_moe", sum_of_experts)
+    kernel: Any = with_local_experts(cpu_moe.CPUUnquantizedExperts)
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers, whose sums are exact.
+    x = torch.randint(-3, 4, (T, HIDDEN), generator=generator).float()
+    w1 = torch.randint(-3, 4, (E, HIDDEN, INNER), generator=generator).float()
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)]).int()
+    weights = torch.randint(1, 4, (T, K), generator=generator).float()
+
+    def run(own: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+        layer = kernel.__new__(kernel)
+        layer._use_zentorch, layer.isa = False, ""
+        layer.quant_config = FusedMoEQuantConfig.make()
+        output = torch.empty(T, INNER)
+        layer.apply(
+            output=output,
+            hidden_states=x,
+            w1=own,
+            w2=own,
+            topk_weights=weights,
+            topk_ids=ids,
+            activation=MoEActivation.SILU,
+            global_num_experts=E,
+            expert_map=expert_map,
+            a1q_scale=None,
+            a2_scale=None,
+            workspace13=output,
+            workspace2=output,
+            expert_tokens_meta=None,
+            apply_router_weight_on_input=False,
+        )
+        return output
+
+    none = torch.full((E // 2,), -1)
+    first = torch.cat((torch.arange(E // 2), none))
+    parts = run(w1[: E // 2], first) + run(w1[E // 2 :], torch.cat((none, torch.arange(E // 2))))
+    assert torch.equal(parts, run(w1, None))

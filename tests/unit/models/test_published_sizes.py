@@ -18,24 +18,22 @@ from vllm_dllm.tools.plan.capacity import read_shape
 
 SDAR = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
 SDAR_MOE = {**SDAR, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-LLADA2 = {
-    **{"head_dim": 128, "num_key_value_heads": 4, "vocab_size": 157184},
-    **{"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
-}
+LLADA2 = dict(head_dim=128, num_key_value_heads=4, vocab_size=157184, num_experts=256) | dict(
+    num_experts_per_tok=8, n_group=8, topk_group=4
+)
 YARN = CONFIGS["NemotronLabsDiffusionModel"]["rope_parameters"] | {
     "factor": 16.0,
     "original_max_position_embeddings": 16384,
 }
-NEMOTRON = {
-    **{"vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-    **{"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "rope_parameters": YARN},
-    **{"block_size": 32, "mask_token_id": 100, "bos_token_id": 1, "eos_token_id": 11},
-}
+NEMOTRON = (
+    dict(vocab_size=131072, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    | dict(rms_norm_eps=1e-5, max_position_embeddings=262144, rope_parameters=YARN)
+    | dict(block_size=32, mask_token_id=100, bos_token_id=1, eos_token_id=11)
+)
 BASE = {"max_position_embeddings": 4096, "rope_parameters": YARN | {"factor": 0.25}}
-FAST_DLLM = {
-    **{"max_position_embeddings": 32768, "bd_size": 32},
-    **{"bos_token_id": 151643, "eos_token_id": 151645},
-}
+FAST_DLLM = dict(max_position_embeddings=32768, bd_size=32) | dict(
+    bos_token_id=151643, eos_token_id=151645
+)
 SMALL = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
 LARGE = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
 
@@ -91,13 +89,10 @@ def published(size: str) -> dict[str, Any]:
     """The config.json of that size."""
     family, hidden_size, intermediate_size, num_hidden_layers, others = SIZES[size]
     architecture = FAMILIES[family].architecture
-    return {
-        **CONFIGS[architecture],
-        "architectures": [architecture],
-        **{"eos_token_id": 1, "pad_token_id": 0, "hidden_size": hidden_size},
-        **{"intermediate_size": intermediate_size, "num_hidden_layers": num_hidden_layers},
-        **others,
-    }
+    named = dict(architectures=[architecture], eos_token_id=1, pad_token_id=0)
+    widths = dict(hidden_size=hidden_size, intermediate_size=intermediate_size)
+    layers = dict(num_hidden_layers=num_hidden_layers)
+    return CONFIGS[architecture] | named | widths | layers | others
 
 
 def checkpoint_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
