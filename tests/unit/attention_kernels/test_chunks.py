@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from attention_kernels import chunks as chunks_module
-from attention_kernels.api import attention
 from attention_kernels.chunks import CHUNK, Chunks
 from attention_kernels.masks import block_spans, verifying_spans, visible, visible_range
 from attention_kernels.testing import PagedBatch, Request, allowed, with_gaps
@@ -360,9 +359,3 @@ def test_gaps_along_a_last_dimension_are_refused(name: str) -> None:
         said = f"a {name} that is contiguous along its last dimension"
     with pytest.raises(ValueError, match=said):
         fa4_fwd.attention(batch, output=output, scale=0.3, window_left=-1, softcap=0.0)
-
-
-def test_no_silent_fallback() -> None:
-    batch = PagedBatch.random(MIXED, num_heads=1, num_kv_heads=1, head_size=16, block_size=16)
-    with pytest.raises(ValueError, match="impl 'fa4' takes tensors on a GPU, got query on cpu"):
-        attention(**batch.arguments(), scale=1.0, impl="fa4")

@@ -10,8 +10,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from llguidance import grammar_from
 
 from tests import tolerances
@@ -35,7 +33,7 @@ from tests.unit.grammar.canvases import (
 )
 from tests.unit.grammar.reference import best_path, plain_walk
 from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, constrain_canvas, find_cheap_path
-from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
+from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.masks import unpack_mask
 from vllm_dllm.grammar.path_search import beam_search, best_first_search
@@ -115,37 +113,6 @@ def test_whitespace_is_bounded() -> None:
     path = constrain_canvas(of_schema(PERSON), rows_of(normalised(logits)), 500, EOS).path
     assert "\n" * MAX_SPACES in text_of(path.tokens)
     assert "\n" * (MAX_SPACES + 1) not in text_of(path.tokens)
-
-
-@st.composite
-def schemas(draw: st.DrawFn, depth: int = 2) -> dict:
-    simple = ["string", "integer", "number", "boolean", "null"]
-    kind = draw(st.sampled_from(simple + (["object", "array", "enum"] if depth else [])))
-    if kind == "enum":
-        words = st.text('abc "\\é', min_size=1, max_size=4)
-        return {"enum": draw(st.lists(words, min_size=1, max_size=4, unique=True))}
-    if kind == "array":
-        low = draw(st.integers(0, 2))
-        return {"type": "array", "items": draw(schemas(depth - 1)), "minItems": low}
-    if kind == "object":
-        names = draw(st.lists(st.sampled_from("abcd"), unique=True, max_size=3))
-        return {
-            "type": "object",
-            "properties": {name: draw(schemas(depth - 1)) for name in names},
-            "required": draw(st.lists(st.sampled_from(names), unique=True)) if names else [],
-            "additionalProperties": draw(st.booleans()),
-        }
-    return {"type": kind}
-
-
-@settings(max_examples=40, deadline=None)
-@given(schemas(), st.integers(0, 2**32 - 1), st.sampled_from([0.3, 3.0, 15.0]))
-def test_every_answer_is_valid(schema: dict, seed: int, scale: float) -> None:
-    state, rng = of_schema(schema), np.random.default_rng(seed)
-    budget = len(find_completion(state, 200) or []) + int(rng.integers(0, 40))
-    tokens = answer(state, rng, int(rng.choice([1, 7, 32])), budget, scale)
-    assert len(tokens) <= budget
-    jsonschema.validate(json.loads(text_of(tokens)), schema)
 
 
 def test_grammars_are_compiled_once_and_forgotten_when_there_are_many() -> None:

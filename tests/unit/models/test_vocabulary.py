@@ -3,8 +3,6 @@ is read tile by tile, and what ranks exchange that share it."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from checkpoints.recipes.tiny import make_tiny_checkpoint
-from tests import tolerances
 from tests.unit.models.building import build
 from vllm_dllm.compat import concurrent_experts, row_reductions
 from vllm_dllm.compat.concurrent_experts import IN_ORDER, ConcurrentLayer
@@ -26,7 +23,6 @@ from vllm_dllm.measured import folder
 from vllm_dllm.models import vocabulary
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.models.masked import MaskedModel
-from vllm_dllm.models.vocabulary import Vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -79,63 +75,6 @@ def test_shards_begin_at_blocks_or_the_log_says_so(
     if not streams:
         (line,) = said
         assert "`sampling_memory_mib` does not bound: 2 tensor-parallel ranks share 262208" in line
-
-
-@dataclass
-class Rank:
-    """One of several ranks, which run in turns: what it sends is kept, and what it gets is what all
-    sent in the turn before."""
-
-    world_size: int
-    sent: list[torch.Tensor]
-    heard: list[list[torch.Tensor]]
-
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.sent.append(tensor)
-        turn = len(self.sent) - 1
-        return [others[turn] if turn < len(others) else tensor for others in self.heard]
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat(self._exchange(tensor), dim)
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As FlashInfer's kernel for NVSwitch, which vLLM calls for fp32, too."""
-        assert tensor.dim() == 2 and tensor.is_contiguous()
-        assert tensor.shape[1] * tensor.element_size() % 16 == 0, "the kernel raises"
-        return sum(self._exchange(tensor))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_join_their_shares_of_soft_embeddings(
-    monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    generator = torch.Generator().manual_seed(ranks)
-    logits = 9 * torch.randn(3, 64, generator=generator)
-    embeddings = torch.randn(64, 8, generator=generator)
-    model = SimpleNamespace(embed_tokens=SimpleNamespace(weight=embeddings), normalizer=2.0)
-    of_rank = SimpleNamespace(model=model)
-    of_rank.gather_shards = partial(Vocabulary.gather_shards, of_rank)
-    shares = []
-    for shard, rows in zip(logits.chunk(ranks, 1), embeddings.chunk(ranks), strict=True):
-        maximum = shard.amax(1)
-        weights = (shard - maximum[:, None]).exp()
-        shares.append((weights @ rows, weights.sum(1), maximum))
-    heard: list[list[torch.Tensor]] = [[] for _ in shares]
-    for _ in range(3):  # two exchanges, and the result
-        sent, results = [], []
-        for share in shares:
-            rank = Rank(ranks, [], heard)
-            monkeypatch.setattr(vocabulary, "get_tp_group", lambda rank=rank: rank)
-            results.append(Vocabulary.join_soft_embeddings(of_rank, *share))
-            sent.append(rank.sent)
-        heard = sent
-    probs = logits.double().softmax(1)
-    error = tolerances.softmax(64, logits.max().item()) + tolerances.total(64)
-    for found in results:
-        assert torch.equal(found, results[0]), "ranks go on alike"
-        tolerances.assert_within(
-            found, 2 * probs @ embeddings.double(), 2 * error * probs @ embeddings.double().abs()
-        )
 
 
 @pytest.mark.parametrize("model", [DiffusionGemmaForBlockDiffusion, MaskedModel])

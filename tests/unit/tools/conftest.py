@@ -1,7 +1,5 @@
-"""A server that answers what a test says, a folder for the logs of servers, and a full disk."""
+"""A server that answers what a test says, and a folder for the logs of servers."""
 
-import contextlib
-import resource
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -47,19 +45,3 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-@pytest.fixture
-def file_size_limit() -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """Lets files grow to some bytes inside a block, as if the disk were full then."""
-
-    @contextlib.contextmanager
-    def limit(num_bytes: int) -> Iterator[None]:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    return limit

@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from checkpoints.recipes.drafter.tiny import MASK_TOKEN, make_tiny_drafter, make_tiny_target
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests import tolerances
+from tests.unit.config.test_files import room_for
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
@@ -155,14 +156,13 @@ def test_a_full_disk(
     prompt_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    file_size_limit: Callable[[int], AbstractContextManager[None]],
     file: str,
 ) -> None:
     """While the state is saved, or at the end."""
     if file != "state.tmp":
         monkeypatch.setattr(fit, "SAVE_EVERY_S", math.inf)
     out = tmp_path / "dflash"
-    with file_size_limit(50_000), pytest.raises(OSError, match=rf"dflash\.partial/{file}"):
+    with room_for(50_000), pytest.raises(OSError, match=rf"dflash\.partial/{file}"):
         train.train(target_folder, out, **OPTIONS, prompts=prompt_file)
 
 

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine.masked import make_checkpoint
 from tests.paths import CHECKPOINTS
+from tests.unit.config.test_files import room_for
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, files, read
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
@@ -129,7 +130,7 @@ def test_options_that_do_not_fit(checkpoint, prompts, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [tmp_path / "there"]
 
 
-def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys, file_size_limit):
+def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys):
     def run(out: Path) -> str:
         command = ["quantize", str(checkpoint), "--scheme", "fp8-dynamic", "-o", str(out)]
         return capsys.readouterr().err if cli.main(command) else ""
@@ -138,7 +139,7 @@ def test_files_that_cannot_be_written(checkpoint, fp8, tmp_path, capsys, file_si
     error = run(Path("/proc/nope/out")).splitlines(keepends=True)[-1]
     assert error == (f"vllm-dllm quantize: [Errno 2] No such file or directory: '/proc/nope'{end}")
 
-    with file_size_limit(50_000):
+    with room_for(50_000):
         error = run(tmp_path / "out").splitlines(keepends=True)[-1]
     assert f"'{tmp_path / 'out.partial'}/model-00001-of-00003" in error
     assert "File too large" in error and error.endswith(end)
