@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from transformers import Qwen3Config
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import qwen3_dflash
 
@@ -203,22 +203,20 @@ def test_causal_layers_do_not_draft_narrower() -> None:
 Build = Callable[[type[CompleteDrafter], Path], CompleteDrafter]
 
 
+def configured(drafter: Path, num_drafted: int = 15, **options: Any) -> VllmConfig:
+    """vLLM's, of a server of the target with this drafter."""
+    speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": num_drafted}
+    return EngineArgs(
+        str(TARGET), skip_tokenizer_init=True, speculative_config=speculative, **options
+    ).create_engine_config()
+
+
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
     plugin.register()
 
     def make(model_class: type[CompleteDrafter], path: Path) -> CompleteDrafter:
-        config = EngineArgs(
-            str(TARGET),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            speculative_config={
-                "method": "dflash",
-                "model": str(path),
-                "num_speculative_tokens": 15,
-            },
-        ).create_engine_config()
+        config = configured(path, dtype="float32", enforce_eager=True)
         with set_current_vllm_config(config):
             return model_class(vllm_config=config)
 
@@ -268,15 +266,7 @@ def test_more_tokens_than_were_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafted: int, warns: bool
 ) -> None:
     """A warning says so. vLLM's own test of DFlash asks for 16 with blocks of 16."""
-    config = EngineArgs(
-        str(TARGET),
-        skip_tokenizer_init=True,
-        speculative_config={
-            "method": "dflash",
-            "model": str(make_dflash2(tmp_path)),
-            "num_speculative_tokens": num_drafted,
-        },
-    ).create_engine_config()
+    config = configured(make_dflash2(tmp_path), num_drafted)
     warnings: list[str] = []
     monkeypatch.setattr(
         layout.logger, "warning_once", lambda text, *values: warnings.append(text % values)
@@ -296,10 +286,7 @@ def test_requests_longer_than_the_drafters_positions(tmp_path: Path, rope_type: 
         settings["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0}
         settings["rope_parameters"] |= {"original_max_position_embeddings": 128}
     (path / "config.json").write_text(json.dumps(settings))
-    speculative = {"method": "dflash", "model": str(path), "num_speculative_tokens": 15}
-    config = EngineArgs(
-        str(TARGET), skip_tokenizer_init=True, speculative_config=speculative
-    ).create_engine_config()
+    config = configured(path)
     config.model_config.max_model_len = 2048
     draft = config.speculative_config.draft_model_config.hf_config
     if rope_type == "yarn":

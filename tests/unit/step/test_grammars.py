@@ -107,8 +107,7 @@ def test_after_a_preemption(patient: GetWorker, kind: dict[str, Any], joins: boo
 def test_an_answer_that_is_cut_stays_so(patient: GetWorker) -> None:
     """What closes it takes a block more, in which nothing is cut. That block is not the worker's
     that saw it: the request was preempted meanwhile."""
-    one = patient(**MASKED)
-    one.admit("a", **of("[a-z]+-2026-11-26!", max_tokens=16, temperature=0.0))
+    one = patient(**MASKED).admit("a", **of("[a-z]+-2026-11-26!", max_tokens=16, temperature=0.0))
     while len(one.answer("a")) < 3 * C:
         step(one, "a", sure(LETTERS))
     one.leave("a")
@@ -164,8 +163,7 @@ def test_a_request_that_leaves_before_its_grammar_is_there(
 ) -> None:
     may_go_on = threading.Event()
     monkeypatch.setattr(CanvasGrammars, "_compile", lambda *args: may_go_on.wait(HANGS_S))
-    one = worker()
-    one.admit("a", **of("x[0-9]+"))
+    one = worker().admit("a", **of("x[0-9]+"))
     one.leave("a")
     one.admit("b")
     for _ in range(2):
@@ -223,8 +221,7 @@ def test_a_read_only_request_has_a_path_through_its_canvas(patient: GetWorker) -
 
 
 def test_rows_behind_the_last_token_are_free(patient: GetWorker) -> None:
-    one = patient()
-    one.admit("a", **of("[0-9]{2}", max_tokens=2))
+    one = patient().admit("a", **of("[0-9]{2}", max_tokens=2))
     emitted = []
     while not emitted:
         emitted = step(one, "a", sure(LETTERS))

@@ -77,8 +77,7 @@ def test_a_part_of_a_canvas_is_taken_back(masked: GetWorker) -> None:
 
 
 def test_a_canvas_that_the_context_cuts_is_whole(masked: GetWorker) -> None:
-    one = masked(context=C + 2)
-    one.admit("a", prompt=C)
+    one = masked(context=C + 2).admit("a", prompt=C)
     assert one.step({"a": sure(BLOCK[:2])}).emitted == {"a": BLOCK[:2]}
 
 
@@ -86,8 +85,7 @@ def test_a_canvas_that_the_context_cuts_is_whole(masked: GetWorker) -> None:
 def test_parts_are_revealed_one_after_the_other(masked: GetWorker, in_parts: bool) -> None:
     """Of eight tokens, counted from where the block begins, not the canvas."""
     family = "Fast_dLLM_QwenForCausalLM" if in_parts else "SDARForCausalLM"
-    one = masked(family, canvas_length=16)
-    one.admit("a", prompt=3, diffusion_accept_probability=0.9)
+    one = masked(family, canvas_length=16).admit("a", prompt=3, diffusion_accept_probability=0.9)
     one.requests["a"].computed = 0
     says_all = torch.cat([noise(3), sure(range(20, 33))])
     one.step({"a": says_all})
@@ -102,8 +100,7 @@ def test_parts_are_revealed_one_after_the_other(masked: GetWorker, in_parts: boo
 def test_edits(masked: GetWorker) -> None:
     """A block is over when a step has changed nothing, which leaves keys and values as a commit
     would."""
-    one = masked()
-    one.admit("a", temperature=0.0, diffusion_edit_probability=0.5)
+    one = masked().admit("a", temperature=0.0, diffusion_edit_probability=0.5)
     for tokens in (BLOCK, OTHER):
         assert one.step(says(one, "a", tokens)).emitted == {"a": []}
         assert one.canvas("a") == tokens

@@ -40,8 +40,7 @@ def numbers(worker: Worker, req_id: str) -> dict[str, int]:
     ids=str,
 )
 def test_where_a_request_ends(worker: GetWorker, asked: dict[str, Any], end: int) -> None:
-    one = worker()
-    one.admit("a", PROMPT, **asked)
+    one = worker().admit("a", PROMPT, **asked)
     assert numbers(one, "a")["end"] == end and numbers(one, "a")["fitted_end"] == NO_END
     one.admit("fitted", PROMPT, **asked, carried={"fits_canvases": True})
     assert numbers(one, "fitted")["fitted_end"] == end
@@ -85,8 +84,7 @@ def test_first_canvases_are_noise_of_their_seeds_and_places(worker: GetWorker) -
 
 
 def test_masked_canvases_are_hidden(worker: GetWorker) -> None:
-    one = worker(MaskedStep, "SDARForCausalLM")
-    one.admit("a")
+    one = worker(MaskedStep, "SDARForCausalLM").admit("a")
     slot = one.slot("a")
     one.slots.canvas[slot], one.slots.revealed[slot] = 5, True
     one.leave("a")
@@ -181,8 +179,7 @@ def is_said_to_be_fused(name: str) -> bool:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_the_page_says_which_path_steps_take(worker: GetWorker, name: str) -> None:
-    one = worker()
-    one.admit("a", **ALONE[name])
+    one = worker().admit("a", **ALONE[name])
     batch = CanvasBatch.build(one._batch({"a": C}, late=0), C, CPU)
     assert one.stepping._is_plain(batch) == is_said_to_be_fused(name)
 

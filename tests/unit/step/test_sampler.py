@@ -45,8 +45,7 @@ def test_prefills_alone(worker: GetWorker) -> None:
 
 
 def test_what_the_runner_reads(worker: GetWorker) -> None:
-    one = worker()
-    one.admit("a")
+    one = worker().admit("a")
     for says in (sure(BLOCK), sure(BLOCK)):
         batch = one._batch({"a": C}, late=0)
         one.stepping.begin_step(batch)
@@ -93,8 +92,7 @@ def test_asked_for_meanwhile(worker: GetWorker) -> None:
 
 
 def test_it_takes_the_place_of_vllms_sampler(worker: GetWorker) -> None:
-    one = worker()
-    one.admit("a", carried={"joins_commits": False})
+    one = worker().admit("a", carried={"joins_commits": False})
     assert not one.sampler.joins_commits
     one.admit("b")
     assert one.sampler.joins_commits
@@ -158,8 +156,7 @@ def assert_scores(
 @pytest.mark.parametrize("joins", [True, False])
 def test_of_the_step_that_decided(worker: GetWorker, joins: bool) -> None:
     """A commit of its own reports what was kept of the step before; its own rows say nothing."""
-    one = worker(joins_commits=joins)
-    one.admit("a", logprobs=3)
+    one = worker(joins_commits=joins).admit("a", logprobs=3)
     says = [doubtful(BLOCK, seed) for seed in (1, 2)]
     found = [one.step({"a": rows}) for rows in (*says, *([] if joins else [noise(C)]))]
     assert found[-1].emitted == {"a": BLOCK}
@@ -169,8 +166,7 @@ def test_of_the_step_that_decided(worker: GetWorker, joins: bool) -> None:
 @pytest.mark.numerics
 def test_a_step_that_was_taken_back_says_nothing(worker: GetWorker) -> None:
     """Between the step that decided and the commit, too."""
-    one = worker(joins_commits=False)
-    one.admit("a", logprobs=2)
+    one = worker(joins_commits=False).admit("a", logprobs=2)
     says = [doubtful(BLOCK, seed) for seed in (1, 2)]
     one.step({"a": says[0]})
     one.step({"a": noise(3)})
@@ -243,8 +239,7 @@ def test_what_is_asked_for(
 
 @pytest.mark.numerics
 def test_logits_as_they_are(worker: GetWorker) -> None:
-    one = worker(logprobs_mode="raw_logits")
-    one.admit("a", logprobs=0, diffusion_max_steps=1)
+    one = worker(logprobs_mode="raw_logits").admit("a", logprobs=0, diffusion_max_steps=1)
     says = doubtful(BLOCK, 1)
     found = one.step({"a": says}).logprobs
     assert found is not None and found.logprobs.shape == (C, 1)

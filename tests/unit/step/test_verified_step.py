@@ -279,8 +279,7 @@ def test_a_block_ends_after_so_many_steps(
     word."""
     monkeypatch.setattr(levenshtein_step, "MOST_STEPS", 9)
     for said, answer in ((SPLIT, 33), (MASK, MASK)):
-        one = moving(4)
-        one.admit("a", temperature=0.0, max_tokens=4, diffusion_edit_steps=16)
+        one = moving(4).admit("a", temperature=0.0, max_tokens=4, diffusion_edit_steps=16)
         rows = torch.maximum(sure([33] * 4, nats=10.0), sure([said] * 4))
         emitted = [one.step({"a": rows}).emitted["a"] for _ in range(9)]
         assert emitted == [[]] * 8 + [[answer] * 4]

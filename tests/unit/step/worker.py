@@ -168,13 +168,14 @@ class Worker:
 
     def admit(
         self, req_id: str, prompt: int = C, computed: int | None = None, **asked: Any
-    ) -> None:
-        """`computed`: tokens of the prompt; None: all."""
+    ) -> "Worker":
+        """Returns itself. `computed`: tokens of the prompt; None: all."""
         carried = {"joins_commits": self.joins_commits, **asked.pop("carried", {})}
         made = params(self.family, carried, **asked)
         computed = prompt if computed is None else computed
         self.requests[req_id] = Request(made, prompt, list(range(10, 10 + prompt)), computed)
         self.place(req_id)
+        return self
 
     def place(self, req_id: str) -> None:
         """Gives it a slot."""
