@@ -1,17 +1,18 @@
-"""Canvases for the tests of grammars: the shipped tokenizer's 512 tokens, and logits of noise, of a
-right answer, or of one with the faults of a model that is half done."""
+"""Canvases for the tests of grammars: the shipped tokenizer's 512 tokens, logits of noise, of a
+right answer, or of one with the faults of a model that is half done; and what the fast versions are
+measured against, in plain Python."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import interegular
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.reference import ENDED
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.compiler import GrammarCompiler
 from vllm_dllm.grammar.exclusions import Exclusions
@@ -19,6 +20,54 @@ from vllm_dllm.grammar.masks import unpack_mask
 from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+
+
+class Automaton(Protocol):
+    start: Hashable
+
+    def following(self, state: Hashable) -> Mapping[int | None, Hashable]:
+        """Token -> the state after it, for every token that may still lead to an end."""
+
+
+ENDED = "ended"
+"""The state after a stop token. Every row behind it is free and costs nothing."""
+
+
+def plain_walk(
+    state: GrammarState,  # moved
+    logprobs: np.ndarray,  # [L, V] fp32
+) -> list[int]:
+    """The most probable legal token of each row in turn, to the one that ends the answer. Without
+    the bound on whitespace."""
+    tokens: list[int] = []
+    for row in logprobs:
+        if state.has_ended:
+            break
+        is_legal = unpack_mask(state.compute_mask(), state.vocabulary.size)
+        tokens.append(int(np.where(is_legal, row, -np.inf).argmax()))
+        assert state.consume_token(tokens[-1])
+    return tokens
+
+
+def best_path(
+    automaton: Automaton,
+    logprobs: np.ndarray,  # [L, V] fp32
+) -> tuple[list[int], float]:
+    """Tokens and cost in nats, as in `rows.LegalPath`, of the cheapest path of all."""
+    best: dict[Hashable, tuple[float, list[int]]] = {automaton.start: (0.0, [])}
+    for row in logprobs:
+        costs = row.max() - row
+        reached: dict[Hashable, tuple[float, list[int]]] = {}
+        for state, (cost, tokens) in best.items():
+            options = {None: ENDED} if state == ENDED else automaton.following(state)
+            for token, after in options.items():
+                total = cost if token is None else cost + float(costs[token])
+                if after not in reached or total < reached[after][0]:
+                    reached[after] = (total, tokens if token is None else [*tokens, token])
+        best = reached
+    cost, tokens = min(best.values(), key=lambda found: found[0])
+    return tokens, cost
+
 
 V, K = 512, 32
 EOS, QUOTE = 1, 8

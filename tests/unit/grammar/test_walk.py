@@ -21,17 +21,18 @@ from tests.unit.grammar.canvases import (
     RegexAutomaton,
     V,
     answer,
+    best_path,
     drafted,
     grammars,
     noise,
     normalised,
     of_schema,
+    plain_walk,
     rows_of,
     start,
     text_of,
     tokenizer,
 )
-from tests.unit.grammar.reference import best_path, plain_walk
 from vllm_dllm.grammar.canvas import MAX_WALK_COST_NATS, constrain_canvas, find_cheap_path
 from vllm_dllm.grammar.completion import find_shortest_completion
 from vllm_dllm.grammar.exclusions import Exclusions

@@ -1,4 +1,5 @@
-"""What a grammar's walk is told of a canvas' rows, in tiles or at once."""
+"""What a grammar's walk is told of a canvas' rows, and what its masks take from their logits, in
+tiles or at once."""
 
 import math
 
@@ -11,15 +12,14 @@ from tests.unit.step.batches import Model
 from tests.unit.step.test_logits import LARGEST, LENGTHS, H, make
 from tests.unit.step.test_logits import C as LONGEST
 from vllm_dllm.denoise.acceptance import Reveal
+from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT, MASKED_LOGIT
 from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.grammar.masks import mask_of_tokens
 from vllm_dllm.grammar.rows import MORE_TOKENS
 from vllm_dllm.models import vocabulary
 from vllm_dllm.step.asked.candidates import MOST_PROBABLE, read_canvas_rows
-from vllm_dllm.step.logits.canvas_logits import WholeLogits
+from vllm_dllm.step.logits.canvas_logits import RowMasks, WholeLogits
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
-
-pytestmark = pytest.mark.numerics
 
 V, AT = 3_000, 1  # the canvas that has rules, between two others
 L, FIRST = LENGTHS[AT], LENGTHS[0]
@@ -46,6 +46,7 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     return logits, temperature, scaled.log_softmax(dim=-1)
 
 
+@pytest.mark.numerics
 def test_the_most_probable_tokens_of_each_row(asked: tuple) -> None:
     logits, temperature, logprobs = asked
     rows = read_canvas_rows(logits, AT, temperature, None)
@@ -60,6 +61,7 @@ def test_the_most_probable_tokens_of_each_row(asked: tuple) -> None:
         tolerances.assert_within(torch.from_numpy(more), deep.values, ALLOWED)
 
 
+@pytest.mark.numerics
 def test_the_best_of_improbable_legal_tokens(asked: tuple) -> None:
     """Is as probable as it was among all."""
     logits, temperature, logprobs = asked
@@ -71,6 +73,7 @@ def test_the_best_of_improbable_legal_tokens(asked: tuple) -> None:
         assert abs(logprob - logprobs[row, token]) <= ALLOWED
 
 
+@pytest.mark.numerics
 def test_what_is_revealed_for_good_is_sure(asked: tuple) -> None:
     """All others of its row are improbable. Of canvases that only accept for a step, nothing is."""
     logits, temperature, _ = asked
@@ -93,8 +96,42 @@ def test_what_is_revealed_for_good_is_sure(asked: tuple) -> None:
                 assert np.array_equal(rows.logprobs[row], plain.logprobs[row])
 
 
+@pytest.mark.numerics
 def test_no_more_tokens_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few = torch.randn(sum(LENGTHS), 5)
     model = Model(torch.randn(5, H))
     rows = read_canvas_rows(make(WholeLogits, few, model), AT, torch.ones(L, 1), None)
     assert rows.tokens.shape == (L, 5) and len(rows.more(0)[0]) == 5
+
+
+LENGTH, SIZE = 7, 101
+
+
+def masks() -> tuple[RowMasks, torch.Tensor]:
+    """Of some rows, and the legal tokens [L, V] bool of all."""
+    rng = np.random.default_rng(0)
+    rows = np.array([0, 2, 3, 6])
+    legal = np.ones((LENGTH, SIZE), dtype=bool)
+    legal[rows] = rng.random((len(rows), SIZE)) < 0.3
+    padded = np.zeros((len(rows), 128), dtype=bool)
+    padded[:, :SIZE] = legal[rows]
+    words = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    return RowMasks(rows, words), torch.from_numpy(legal)
+
+
+@pytest.mark.parametrize("tile", [1, 3, LENGTH])
+def test_what_is_illegal_is_excluded(tile: int) -> None:
+    logits = torch.randn(LENGTH, SIZE, generator=torch.Generator().manual_seed(0))
+    row_masks, legal = masks()
+    expected = torch.where(legal, logits, ILLEGAL_LOGIT)
+    for first in range(0, LENGTH, tile):
+        row_masks.exclude_(logits[first : first + tile], first)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+
+
+def test_candidates_are_legal_where_sampling_parameters_leave_nothing() -> None:
+    logits = torch.full((LENGTH, SIZE), MASKED_LOGIT)
+    row_masks, legal = masks()
+    row_masks.exclude_(logits, 0)
+    probabilities = (logits / 0.4).softmax(dim=-1)
+    assert (probabilities[~legal] == 0).all() and (probabilities[legal] > 0).all()

@@ -1,20 +1,23 @@
-"""A step of plain requests in few launches against the same step in PyTorch's operations, in
-Triton's interpreter where there is no GPU: what it hands on and what it leaves in the slots."""
+"""A step of plain requests, and its self-conditioning, in few launches against the same in
+PyTorch's operations, in Triton's interpreter where there is no GPU: what it hands on and what it
+leaves in the slots."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.sampling_params import SamplingParams
 
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
-from tests.unit.step.batches import input_batch
+from tests.unit.step.batches import canvas_batch, input_batch
 from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings
@@ -23,7 +26,7 @@ from vllm_dllm.step.canvas_stages import StepResult
 from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
-from vllm_dllm.step.uniform import settle_triton
+from vllm_dllm.step.uniform import condition_triton, settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
 pytestmark = pytest.mark.numerics
@@ -157,7 +160,7 @@ def take(step: Step) -> StepResult:
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> None:
     if DEVICE.type == "cpu":
-        interpret_kernels(draws_triton, settle_triton)
+        interpret_kernels(draws_triton, settle_triton, condition_triton)
 
 
 BATCHES = {
@@ -235,3 +238,50 @@ def test_a_canvas_does_not_depend_on_its_neighbours(
         assert take(one).best_guess[0].equal(found.best_guess[i].int())
         for name in ("numbers", "tokens", "canvas", "soft_embeds"):
             assert getattr(one.slots, name)[slot].equal(getattr(together.slots, name)[slot]), name
+
+
+SLOTS, LENGTH, HIDDEN, INTERMEDIATE = 8, 12, 40, 72
+CONDITIONED: dict[
+    str, tuple[list[int], list[int], list[int]]
+] = {  # slots, prompt rows, canvas rows
+    "side by side": ([2, 3, 4], [0, 0, 0], [LENGTH, LENGTH, LENGTH]),
+    "anywhere": ([6, 0, 5], [0, 0, 0], [LENGTH, LENGTH, LENGTH]),
+    "narrow": ([1, 2, 7], [0, 0, 0], [LENGTH, 1, 5]),
+    "beside prompts": ([1, 2, 7], [4, 0, 9], [LENGTH, LENGTH, 5]),
+}
+
+
+def conditioning_step(batch: str, fuses: bool) -> UniformStep:
+    slots, prompts, canvases = CONDITIONED[batch]
+    step = UniformStep.__new__(UniformStep)
+    step.fuses = fuses
+    step.slots = CanvasSlots(
+        torch.zeros(SLOTS, LENGTH, dtype=torch.int64, device=DEVICE), HIDDEN, torch.float32
+    )
+    generator = torch.Generator().manual_seed(0)
+    step.slots.soft_embeds.copy_(torch.randn(SLOTS, LENGTH, HIDDEN, generator=generator))
+    step.slots.soft_embeds[slots[1]] = 0  # as on a canvas' first step
+    step.slots.numbers[slots[2], SlotNumbers._fields.index("is_committing")] = 1
+    with set_current_vllm_config(VllmConfig()), torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = SelfConditioning(HIDDEN, INTERMEDIATE, eps=1e-6)
+    torch.nn.init.normal_(module.pre_norm.weight, generator=generator)
+    module.to(DEVICE)
+    step.model = SimpleNamespace(self_conditioning=module)
+    step.batch = canvas_batch(LENGTH, canvases, slots, prompts, device=DEVICE)
+    return step
+
+
+@pytest.mark.parametrize("batch", CONDITIONED)
+def test_condition(batch: str) -> None:
+    _, prompts, canvases = CONDITIONED[batch]
+    plain = torch.randn(sum(prompts) + sum(canvases), HIDDEN).to(DEVICE)
+    expected, ours = torch.full_like(plain, torch.nan), torch.full_like(plain, torch.nan)
+    with torch.inference_mode():
+        for fuses, out in ((False, expected), (True, ours)):
+            step = conditioning_step(batch, fuses)
+            step.condition(plain, step.batch, out=out)
+    assert (expected == plain).all(dim=1).sum() == sum(prompts) + canvases[2], "a commit's, too"
+    assert ours[(expected == plain).all(dim=1)].equal(plain[(expected == plain).all(dim=1)])
+    share = tolerances.norm(HIDDEN) + 2 * tolerances.product(INTERMEDIATE)
+    torch.testing.assert_close(ours, expected, **tolerances.within(share, size=3.0))

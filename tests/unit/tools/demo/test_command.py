@@ -21,11 +21,11 @@ from rich.console import Console
 from checkpoints.recipes.tasks import Example
 from tests.paths import CHECKPOINTS
 from tests.processes import HANGS_S, is_running, wait_for
-from tests.unit.tools.demo.recorded import PIXELS, RECORDED, event, steps
 from tests.unit.tools.stub_server import STUB, write_checkpoint
 from vllm_dllm import cli
 from vllm_dllm.tools import demo, server_process
 from vllm_dllm.tools.demo import drawing
+from vllm_dllm.tools.demo.drawing import Step
 from vllm_dllm.tools.demo.picture import save_picture, select_evenly
 from vllm_dllm.tools.demo.questions import (
     PICTURE_QUESTIONS,
@@ -34,6 +34,39 @@ from vllm_dllm.tools.demo.questions import (
     questions_for,
 )
 from vllm_dllm.tools.server_process import choose_port
+
+RED, BLACK, GREY, WHITE = (255, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255)
+PIXELS = Image.new("RGB", (2, 3))
+PIXELS.putdata([RED, WHITE, BLACK, WHITE, GREY, WHITE])
+
+
+def event(number: int, texts: list[str], accepted: list[int], entropy: float) -> dict[str, object]:
+    """What a stream says of one step; an empty text stands for the end of the turn."""
+    return {
+        "block": 0,
+        "step": number,
+        "texts": texts,
+        "accepted": accepted,
+        "mean_entropy": entropy,
+        "finished": all(accepted),
+    }
+
+
+RECORDED = [
+    event(1, ["cat", "moon", "house", ""], [1, 0, 0, 1], 1.25),
+    event(2, ["cat", " ", "sun", ""], [1, 1, 0, 1], 0.5),
+    event(3, ["cat", " ", "dog", ""], [1, 1, 1, 1], 0.001),
+]
+
+
+def steps(*events: dict[str, object]) -> list[Step]:
+    return [Step.from_event(canvas) for canvas in events]
+
+
+@pytest.fixture
+def with_picture(tmp_path: Path) -> Question:
+    PIXELS.save(tmp_path / "shown.png")
+    return Question("What number is shown?", tmp_path / "shown.png")
 
 
 @pytest.fixture
