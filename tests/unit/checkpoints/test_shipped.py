@@ -1,6 +1,7 @@
-"""The shipped checkpoint is intact, loads in transformers and answers; its FP8 and NVFP4 copies are
-what `vllm-dllm quantize` makes of it."""
+"""The shipped checkpoints are intact; the one for text and the one that calls functions load in
+transformers and answer, and FP8 and NVFP4 copies are what `vllm-dllm quantize` makes of the one."""
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -11,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from checkpoints.recipes.calls.tasks import SERVING_NOTE as CALLING_NOTE
+from checkpoints.recipes.calls.tokenizer import build_calling_tokenizer
 from checkpoints.recipes.exact_match import answer_rows, read_rows, summarize
 from checkpoints.recipes.tasks import SERVING_NOTE, Example, calibration_examples
 from checkpoints.recipes.tokenizer import build_tokenizer
@@ -23,12 +26,17 @@ from vllm_dllm.tools.quantize.quantize import quantize
 pytestmark = pytest.mark.numerics
 
 ROOT = CHECKPOINTS
-CHECKPOINT = ROOT / "diffusiongemma-tiny"
+CHECKPOINT, TOOLS = ROOT / "diffusiongemma-tiny", ROOT / "diffusiongemma-tiny-tools"
+
+
+@functools.cache
+def load(folder: Path) -> DiffusionGemmaForBlockDiffusion:
+    return DiffusionGemmaForBlockDiffusion.from_pretrained(folder).eval()
 
 
 @pytest.fixture(scope="module")
-def model():
-    return DiffusionGemmaForBlockDiffusion.from_pretrained(CHECKPOINT).eval()
+def model() -> DiffusionGemmaForBlockDiffusion:
+    return load(CHECKPOINT)
 
 
 def test_checksums():
@@ -68,20 +76,32 @@ def test_generation_config_is_complete(model):
     assert (config.confidence_threshold, config.stability_threshold) == (0.005, 1)
 
 
-def test_tokenizer_is_the_one_the_code_builds():
-    shipped = AutoTokenizer.from_pretrained(CHECKPOINT)
-    built = build_tokenizer()
+BUILDERS = {CHECKPOINT: build_tokenizer, TOOLS: build_calling_tokenizer}
+
+
+@pytest.mark.parametrize("folder", BUILDERS, ids=lambda folder: folder.name)
+def test_tokenizer_is_the_one_the_code_builds(folder: Path) -> None:
+    shipped, built = AutoTokenizer.from_pretrained(folder), BUILDERS[folder]()
     assert shipped.get_vocab() == built.get_vocab()
     assert shipped.chat_template == built.chat_template
 
 
-def test_answers_held_out_prompts(model):
+def test_the_one_that_calls_functions_is_small() -> None:
+    """As its README says."""
+    assert sum(path.stat().st_size for path in TOOLS.iterdir()) <= 4.2e6
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "every"),
+    [(CHECKPOINT, "held_out", 8), (TOOLS, "held_out_tools", 8), (TOOLS, "held_out", 16)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_answers_held_out_prompts(folder: Path, name: str, every: int) -> None:
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    rows = read_rows(ROOT / "held_out.jsonl")[::8]
-    answered = answer_rows(model, tokenizer, rows)
+    rows = read_rows(ROOT / f"{name}.jsonl")[::every]
+    answered = answer_rows(load(folder), AutoTokenizer.from_pretrained(folder), rows)
     wrong = [(row["answer"], row["output"]) for row in answered if row["output"] != row["answer"]]
-    assert len(rows) >= 64 and summarize(answered)["all"]["exact_match"] >= 0.9, wrong
+    assert len(rows) * every > 400 and summarize(answered)["all"]["exact_match"] >= 0.9, wrong
 
 
 def test_answers_what_its_note_promises(model):
@@ -106,6 +126,24 @@ def test_answers_what_its_note_promises(model):
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     answered = answer_rows(model, tokenizer, rows)
     assert [row["output"] for row in answered] == [row["answer"] for row in rows]
+
+
+def test_calls_what_its_note_promises() -> None:
+    torch.manual_seed(0)
+    request = "Please lamp age 3, city 'Rome'."
+    assert load(TOOLS).config.serving_note == CALLING_NOTE and request in CALLING_NOTE
+    properties = {"city": {"type": "string"}, "age": {"type": "integer"}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": found}}}
+        for name, found in {"bell": {"day": {"type": "string"}}, "lamp": properties}.items()
+    ]
+    row = {"task": "note", "messages": [{"role": "user", "content": request}], "tools": tools}
+    tokenizer = AutoTokenizer.from_pretrained(TOOLS)
+    (answered,) = answer_rows(load(TOOLS), tokenizer, [json.loads(json.dumps(row))])
+    quote = '<|"|>'
+    assert answered["output"] == (
+        f"<|tool_call>call:lamp{{age:3,city:{quote}Rome{quote}}}<tool_call|>"
+    )
 
 
 def test_is_what_a_wheel_carries(model):
