@@ -1,5 +1,6 @@
 """The weight map: every name of transformers' state dict, at the full 26B shape, bad files, weights
-that are no numbers, and a row of rotations for each position."""
+that are no numbers, the benches' checkpoints without weights, and a row of rotations for each
+position."""
 
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoTokenizer,
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
     DiffusionGemmaTextConfig,
@@ -19,6 +21,7 @@ from transformers import (
 )
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+from bench import dummy_checkpoint
 from bench.dummy_checkpoint import SHAPE_26B
 from checkpoints.recipes.architecture import build_generation_config
 from checkpoints.recipes.tiny import make_tiny_checkpoint
@@ -265,3 +268,27 @@ def test_a_canvas_more_than_the_context_and_no_more_than_trained(
     max_model_len: int, rows: int
 ) -> None:
     assert num_rotary_positions(config(max_model_len)) == rows
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quantized"),
+    [
+        ("bf16", set()),
+        ("fp8-dynamic", {"mlp", "experts", "self_attn"}),
+        ("nvfp4", {"mlp", "experts"}),
+        ("w4a16", {"mlp", "experts", "self_attn"}),
+    ],
+)
+def test_a_folder_without_weights(tmp_path: Path, scheme: str, quantized: set[str]) -> None:
+    """It becomes a model of the published size, in which the layers of the published checkpoints
+    are quantised."""
+    dummy_checkpoint.write(tmp_path, "26B", scheme, num_steps=16)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert AutoTokenizer.from_pretrained(tmp_path)("Sort: b a").input_ids
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["max_denoising_steps"] == 16
+
+    model, _ = build(tmp_path, "meta", dtype="bfloat16")
+    layers = [name.split(".") for name, _ in model.named_parameters() if ".layers." in name]
+    assert {int(name[2]) for name in layers} == set(range(30))
+    assert {name[3] for name in layers if "weight_scale" in name[-1]} == quantized
