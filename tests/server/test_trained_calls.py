@@ -41,7 +41,8 @@ def test_nothing_is_called_where_nothing_was_asked_for(trained: Asked) -> None:
 @pytest.mark.parametrize("way", ["auto", "required", "named"])
 def test_an_answer_that_does_not_fit_says_so(trained: Asked, way: str) -> None:
     """Streamed or not. Where a call must come, it is one that fits; otherwise none is finished for
-    the model. How an answer is read that is cut anywhere: `tests/unit/requests/test_gemma_tool_parser.py`.
+    the model. How an answer is read that is cut anywhere:
+    `tests/unit/requests/test_gemma_tool_parser.py`.
     """
     row = held_out("call", 8)[0]
     named: Any = {"type": "function", "function": {"name": "wall"}}
