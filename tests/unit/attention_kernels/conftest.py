@@ -1,4 +1,4 @@
-"""These tests need PyTorch and Triton alone; vLLM may be absent."""
+"""The Triton version, for all tests of the kernels. They need PyTorch and Triton alone."""
 
 from types import ModuleType
 
