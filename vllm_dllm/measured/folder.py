@@ -31,6 +31,7 @@ def result_folder(vllm_config: VllmConfig) -> Path:
     for name in _CHANGED:
         text_config.pop(name, None)
     parts = {
+        "timed": ["attention", "experts", "FP8 linears"],
         "gpu": current_platform.get_device_name(),
         "driver": driver_version(),
         "versions": [
