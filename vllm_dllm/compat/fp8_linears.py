@@ -53,12 +53,11 @@ def opened_fp8_linears(modules: Iterable[Any]) -> Iterator[LinearBase]:
 
 
 def _find_by_kernel(modules: Iterable[Any], kernel: type) -> Iterator[tuple[LinearBase, Any]]:
-    """Yields the linears that a kernel of this very class computes, each with its kernel, which
-    compressed-tensors' scheme holds, or vLLM's method."""
+    """Yields the linears that a kernel of this very class computes, each with its kernel."""
     for module in modules:
         if isinstance(module, LinearBase):
-            owner = getattr(module, "scheme", module.quant_method)
-            found = getattr(owner, "fp8_linear", None)
+            owner = getattr(module, "scheme", module.quant_method)  # compressed-tensors has both
+            found = getattr(owner, "fp8_linear", getattr(owner, "kernel", None))  # ModelOpt's name
             if type(found) is kernel:
                 yield module, found
 

@@ -110,6 +110,14 @@ def test_others_are_left_alone() -> None:
     assert [*opened_fp8_linears(modules)] == []
 
 
+def test_modelopt_s_linears_are_opened() -> None:
+    linear = Linear()
+    linear.quant_method = SimpleNamespace(kernel=linear.scheme.fp8_linear)
+    del linear.scheme
+    open_fp8_linears([linear])
+    assert [*opened_fp8_linears([linear])] == [linear]
+
+
 def test_what_vllm_loads_again_stays_open() -> None:
     """vLLM prepares weights anew that a sleep has discarded."""
     linear = Linear()
