@@ -79,7 +79,7 @@ class Server:
 
     The process has its own process group. So Ctrl-C reaches only the program that uses the server,
     and stopping the server also stops its engine processes. In the block, SIGTERM and SIGHUP raise
-    SystemExit, so that the block ends. Use it in the main thread only.
+    SystemExit, so that the block ends, unless they are ignored. Use it in the main thread only.
     """
 
     def __init__(
@@ -105,7 +105,9 @@ class Server:
                 env=self._environment,
                 start_new_session=True,
             )
-        ending = (signal.SIGTERM, signal.SIGHUP)
+        # Under nohup, the command goes on when its terminal is closed.
+        ending = {signal.SIGTERM, signal.SIGHUP}
+        ending = {number for number in ending if signal.getsignal(number) != signal.SIG_IGN}
         self._handlers = {number: signal.signal(number, _raise_exit) for number in ending}
         return self
 
