@@ -106,9 +106,11 @@ class Server:
                 start_new_session=True,
             )
         # Under nohup, the command goes on when its terminal is closed.
-        ending = {signal.SIGTERM, signal.SIGHUP}
-        ending = {number for number in ending if signal.getsignal(number) != signal.SIG_IGN}
-        self._handlers = {number: signal.signal(number, _raise_exit) for number in ending}
+        self._handlers = {
+            number: signal.signal(number, _raise_exit)
+            for number in (signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
