@@ -1,4 +1,5 @@
-"""The dense products of a step of the 26B model: FP8 by CUTLASS and by cuBLASLt, and bf16.
+"""The dense products of a step of the 26B model: FP8 by each kernel that a server can choose, and
+bf16.
 
     python -m bench.lease.linears
 
@@ -40,19 +41,17 @@ def candidates(
         return
     from vllm import _custom_ops as ops
 
+    from vllm_dllm.measured.fp8_linears import PRODUCTS
+
     rows, scale = states.to(FP8), torch.ones(len(states), 1, device=states.device)
     small = [weight.to(FP8) for weight in weights]
-    one = torch.ones(1, weights[0].shape[0], device=states.device)
-    yield (
-        "CUTLASS FP8",
-        lambda: ops.cutlass_scaled_mm(rows, small[next(turns)].T, scale, one, torch.bfloat16),
-    )
-    yield (
-        "cuBLASLt FP8, row-wise",
-        lambda: torch._scaled_mm(
-            rows, small[next(turns)].T, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16
-        ),
-    )
+    one = torch.ones(weights[0].shape[0], 1, device=states.device)
+    for name, multiply in PRODUCTS.items():
+
+        def run(multiply: Callable[..., torch.Tensor] = multiply) -> torch.Tensor:
+            return multiply(rows, scale, small[next(turns)].T, one, None, torch.bfloat16)
+
+        yield f"{name} FP8", run
     scales = ops.scaled_fp8_quant(states, use_per_token_if_dynamic=True)[1]
     yield (
         "CUTLASS FP8 with quantising",

@@ -232,7 +232,7 @@ MORE = [  # that run if they are asked for by name
     ),
     Stage(
         "linears",
-        "dense products of a step: CUTLASS FP8, cuBLASLt FP8, bf16",
+        "dense products of a step: FP8 by CUTLASS, PyTorch and Triton, and bf16",
         ["bench.lease.linears"],
         ["bench.lease.linears"],
         seconds=15,

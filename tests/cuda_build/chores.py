@@ -206,6 +206,58 @@ def try_tiles(
     }
 
 
+def try_linears(device: GpuDevice, folder: Path, rows: int) -> dict[str, Any]:
+    """A server that chooses the kernels of its FP8 linears, as far as nothing is computed: for each
+    shape of a weight, the shape of what each candidate makes; what a CUDA graph forbids; a
+    request's answer, with a candidate for each shape; and kernels of Triton that ran for it."""
+    from vllm_dllm.compat.fp8_linears import opened_fp8_linears
+    from vllm_dllm.measured import fp8_linears
+    from vllm_dllm.step.runner import worker
+
+    worker.choose_kernels = lambda *_: None  # what it times is below
+    engine = Engine(
+        device,
+        checkpoints.dummy(folder, "fp8-dynamic"),
+        compilation_config={"mode": 0, "cudagraph_mode": "NONE"},
+        moe_backend="triton",
+        additional_config={"vllm_dllm": {"kernel_choice": "measured"}},
+    )
+    layers = {
+        fp8_linears.shape_name(each.weight): each
+        for each in opened_fp8_linears(engine.runner.model.modules())
+    }
+    shapes = {}
+    for shape, layer in layers.items():
+        with device:
+            states = torch.zeros(rows, layer.weight.shape[0], device="cuda").to(fp8_linears.FP8)
+            scale = torch.ones(rows, 1, device="cuda")
+            call = (states, scale, layer.weight, layer.weight_scale, None, torch.bfloat16)
+            for multiply in fp8_linears.PRODUCTS.values():
+                multiply(*call)
+            for log in (device.waits, device.forbidden):
+                log.clear()
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                shapes[shape] = {
+                    name: tuple(multiply(*call).shape)
+                    for name, multiply in fp8_linears.PRODUCTS.items()
+                }
+            problems = [*device.waits, *device.forbidden]
+            assert not problems, problems
+    names = list(fp8_linears.PRODUCTS)
+    fp8_linears.use_kernels(
+        {shape: {str(rows): names[n % len(names)]} for n, shape in enumerate(layers)}
+    )
+    device.kernels.clear()
+    report = answer(engine, {"short": {"prompt": 5, "max_tokens": 20}})
+    return {
+        "shapes": shapes,
+        "layers": sum(1 for _ in opened_fp8_linears(engine.runner.model.modules())),
+        "tokens": report.tokens,
+        "waits": report.waits,
+        "products": report.kernels.get("scaled_mm_kernel", 0),
+    }
+
+
 def draft(
     device: GpuDevice,
     drafter: Mapping[str, Any],

@@ -78,6 +78,18 @@ def test_other_kernels_of_experts_can_be_tried(
     assert found["compiled"] >= len(found["shapes"]) + 2, "each is a kernel of its own"
 
 
+def test_other_kernels_of_fp8_linears_can_be_tried(
+    on_host: Callable[..., dict[str, Any]], folder: Path
+) -> None:
+    found = on_host(H200, chores.try_linears, folder=folder, rows=512)
+    assert found["layers"] > 0
+    for shape, made in found["shapes"].items():
+        outputs = int(shape.partition("x")[2])
+        assert made == dict.fromkeys(("CUTLASS", "PyTorch", "Triton"), (512, outputs))
+    assert found["tokens"] == {"short": 20} and found["waits"] == []
+    assert found["products"] > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, name: str) -> None:
     case = CASES[name]

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.compat import version
+from vllm_dllm.compat.gpu import keep_during_sleep
 
 
 def has_causal_layers(config: Any) -> bool:
@@ -28,6 +29,16 @@ def has_causal_layers(config: Any) -> bool:
 class FiniteStatesSpeculator(DFlashSpeculator):
     """Replaces non-finite hidden states of the drafter by 0. Drafts drawn from them would end a
     worker on CPUs, and be token ids outside the vocabulary on GPUs."""
+
+    def load_draft_model(self, *args: Any) -> nn.Module:
+        """Returns the drafter. If the server may sleep, first joins the weights of the context's
+        keys and values once more, in memory that a sleep keeps. The joined ones are no parameters,
+        so nothing would restore them."""
+        drafter = super().load_draft_model(*args)
+        if (model_config := self.vllm_config.model_config).enable_cumem_allocator:
+            with keep_during_sleep(model_config):
+                drafter.model._build_fused_kv_buffers()
+        return drafter
 
     def _run_model(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super()._run_model(*args, **kwargs).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

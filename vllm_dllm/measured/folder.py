@@ -1,9 +1,10 @@
 """Stores what a server measured, for the next start on the same machine."""
 
+import functools
 import hashlib
 import json
 import os
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+import attention_kernels
+import vllm_dllm
 from vllm_dllm.compat.gpu import driver_version
 
 RESULT = "measured.json"
+KERNELS = (
+    Path(attention_kernels.__path__[0]),
+    *(Path(vllm_dllm.__path__[0], name) for name in ("attention", "config/tuned", "experts")),
+    Path(__file__).parent,
+)
+"""Folders with the sources of what is timed, and with the tables of what is tried."""
 _CHANGED = ("attention_k_eq_v", "max_position_embeddings")
 """What building DiffusionGemma changes in its configuration. The folder is asked for before and
 after."""
@@ -33,12 +42,8 @@ def result_folder(vllm_config: VllmConfig) -> Path:
     parts = {
         "gpu": current_platform.get_device_name(),
         "driver": driver_version(),
-        "versions": [
-            vllm.__version__,
-            metadata.version("vllm-dllm"),
-            torch.__version__,
-            triton.__version__,
-        ],
+        "versions": [vllm.__version__, torch.__version__, triton.__version__],
+        "kernels": hash_files(KERNELS),  # installed from git, they change and the version does not
         "model": text_config,
         "types": [str(model.dtype), model.quantization, cache.cache_dtype],
         "canvas": vllm_config.diffusion_config.canvas_length,
@@ -50,6 +55,16 @@ def result_folder(vllm_config: VllmConfig) -> Path:
     key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     name = f"{parts['gpu']}-{key[:16]}".replace(" ", "_")
     return Path(envs.VLLM_CACHE_ROOT) / "vllm_dllm" / "kernels" / name
+
+
+@functools.cache
+def hash_files(folders: Sequence[Path]) -> str:
+    """Returns a digest, in hexadecimal, of the Python and JSON files in and below `folders`."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.json"))):
+            digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def read_result(path: Path) -> dict[str, Any] | None:

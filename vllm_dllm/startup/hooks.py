@@ -15,7 +15,7 @@ from vllm_dllm.compat import log_lines, startup
 from vllm_dllm.compat.drafting import is_dflash, is_dflash2
 from vllm_dllm.compat.patching import is_server
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.extension import SECTION
+from vllm_dllm.config.extension import SECTION, ExtensionConfig
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
 from vllm_dllm.startup.chat_template import check_chat_template
@@ -64,16 +64,20 @@ def _set_drafter_classes(config: VllmConfig) -> None:
     """Sets in `config`, in place, our scheduler for targets of a DFlash drafter, and on GPUs our
     worker for targets of a DFlash or DFlash2 drafter, unless the user named others. Model runner v1
     and `enable_adaptive_verification` are left to vLLM's. Raises ValueError for settings of a
-    DFlash drafter where vLLM's own classes draft. (Diffusion models set theirs in
-    `serving_config`.)"""
+    DFlash drafter that are wrong, or that vLLM's own classes would have to follow. (Diffusion
+    models set theirs in `serving_config`.)"""
     speculative = config.speculative_config
     is_adaptive = getattr(speculative, "enable_adaptive_verification", False)
     may_draft = speculative is not None and config.use_v2_model_runner and not is_adaptive
     has_dflash = may_draft and is_dflash(speculative)
     if not has_dflash:
         _check_no_drafter_settings(config)
-    elif config.scheduler_config.scheduler_cls is None:
-        config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
+    else:
+        # Read again by scheduler and worker. Here a mistake ends the start at once.
+        settings = ExtensionConfig.from_additional_config(config.additional_config).drafter
+        settings.max_width(speculative.num_speculative_tokens)
+        if config.scheduler_config.scheduler_cls is None:
+            config.scheduler_config.scheduler_cls = DRAFT_SCHEDULER
     has_drafter_of_ours = has_dflash or (may_draft and is_dflash2(speculative))
     if has_drafter_of_ours and config.parallel_config.worker_cls == STOCK_GPU_WORKER:
         config.parallel_config.worker_cls = DRAFT_WORKER

@@ -79,7 +79,7 @@ class Server:
 
     The process has its own process group. So Ctrl-C reaches only the program that uses the server,
     and stopping the server also stops its engine processes. In the block, SIGTERM and SIGHUP raise
-    SystemExit, so that the block ends. Use it in the main thread only.
+    SystemExit, so that the block ends, unless they are ignored. Use it in the main thread only.
     """
 
     def __init__(
@@ -105,8 +105,12 @@ class Server:
                 env=self._environment,
                 start_new_session=True,
             )
-        ending = (signal.SIGTERM, signal.SIGHUP)
-        self._handlers = {number: signal.signal(number, _raise_exit) for number in ending}
+        # Under nohup, the command goes on when its terminal is closed.
+        self._handlers = {
+            number: signal.signal(number, _raise_exit)
+            for number in (signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *error: object) -> None:

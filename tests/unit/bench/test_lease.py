@@ -25,6 +25,7 @@ from bench.lease.__main__ import Lease, end_session
 from bench.lease.stages import MORE, STAGES, Stage
 from tests.paths import ROOT
 from tests.processes import is_running, output_of, wait_for
+from vllm_dllm.compat import fp8_linears
 from vllm_dllm.experts import definition, mixture_triton
 
 MINUTES = 15 * 60
@@ -252,6 +253,11 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     bind(ops, "cutlass_moe_mm", lambda **_: None)
     bind(ops, "cutlass_scaled_mm", lambda a, b, **_: torch.zeros(len(a), b.shape[1]))
     bind(
+        fp8_linears,
+        "triton_scaled_mm",
+        lambda input, weight, **_: torch.zeros(len(input), weight.shape[1]),
+    )
+    bind(
         moe_align_block_size,
         "moe_align_block_size",
         lambda topk_ids, block_size, num_experts, **_: definition.sort_by_expert(
@@ -284,4 +290,5 @@ def test_linears_call_vllm_s_kernels_as_they_are(bound: list[str]) -> None:
     for name, run in linears.candidates(states, weights, "cuda"):
         assert run().shape == (4, 16)
         names.append(name)
-    assert len(names) == 4 and bound.count("cutlass_scaled_mm") == 2
+    assert len(names) == 5 and bound.count("cutlass_scaled_mm") == 2
+    assert bound.count("triton_scaled_mm") == 1

@@ -1,6 +1,8 @@
 """What vLLM has since 0.33, and 0.32 lacks: stand-ins for it."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_dllm.compat import version
+from vllm_dllm.compat import gpu, version
 from vllm_dllm.compat.dflash import FiniteStatesSpeculator
 from vllm_dllm.drafters import model
 from vllm_dllm.drafters.dflash import WidthDFlashSpeculator
@@ -89,3 +92,27 @@ def test_a_draft_for_some_requests(monkeypatch: pytest.MonkeyPatch, is_newer: bo
     newer = {"num_computed_tokens": computed} if is_newer else {}
     assert gathered == [{"num_reqs_padded": 2, **newer}]
     assert state.contexts[:2, 0].tolist() == [7, 9] and state.enabled[:2].tolist() == [True, True]
+
+
+def test_joined_weights_of_a_server_that_sleeps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM restores parameters and buffers, and these are neither."""
+    tags, joined = ["weights"], []
+
+    @contextmanager
+    def use_memory_pool(tag: str) -> Iterator[None]:
+        tags.append(tag)
+        yield
+        tags.pop()
+
+    allocator = SimpleNamespace(use_memory_pool=use_memory_pool)
+    monkeypatch.setattr(gpu, "get_mem_allocator_instance", lambda: allocator)
+    drafter = SimpleNamespace(
+        model=SimpleNamespace(_build_fused_kv_buffers=lambda: joined.append(tags[-1]))
+    )
+    monkeypatch.setattr(DFlashSpeculator, "load_draft_model", lambda *_: drafter)
+    speculator: Any = object.__new__(FiniteStatesSpeculator)
+    for can_sleep in (False, True):
+        model_config = SimpleNamespace(enable_cumem_allocator=can_sleep)
+        speculator.vllm_config = SimpleNamespace(model_config=model_config)
+        assert speculator.load_draft_model(torch.nn.Module(), set()) is drafter
+    assert joined == ["runtime"]

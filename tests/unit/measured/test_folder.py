@@ -69,6 +69,21 @@ def test_all_that_times_depend_on_is_part_of_its_name(
     assert len(others) == 11
 
 
+def test_what_other_kernels_measured_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two installations from git may have one version."""
+    names = {folder.result_folder(config())}
+    for name in ("kernel.py", "tiles.json", "read.me"):
+        kernels = tmp_path / name
+        (kernels / "below").mkdir(parents=True)
+        (kernels / "below" / name).touch()
+        monkeypatch.setattr(folder, "KERNELS", (kernels,))
+        names.add(folder.result_folder(config()))
+    monkeypatch.setattr(folder, "KERNELS", ())
+    assert len(names) == 4 and folder.result_folder(config()) in names
+
+
 def test_a_context_that_is_fitted_to_memory_leaves_the_name(machine: dict[str, str]) -> None:
     """The server asks before vLLM fits it, and the workers afterwards."""
     names = []

@@ -43,7 +43,10 @@ def completed(
     drafter = None if architecture is None else SimpleNamespace(architectures=[architecture])
     config: Any = SimpleNamespace(
         speculative_config=SimpleNamespace(
-            method=method, draft_model_config=drafter, enable_adaptive_verification=is_adaptive
+            method=method,
+            draft_model_config=drafter,
+            enable_adaptive_verification=is_adaptive,
+            num_speculative_tokens=15,
         ),
         use_v2_model_runner=is_v2,
         additional_config=additional_config or {},
@@ -58,6 +61,12 @@ def test_dflash_gets_our_scheduler_and_worker() -> None:
     ours = (DRAFT_SCHEDULER, DRAFT_WORKER)
     assert completed("DFlashDraftModel") == ours
     assert completed("DFlashDraftModel", additional_config=SETTINGS) == ours
+
+
+def test_a_mistake_in_its_settings_is_found_before_the_model_is_loaded() -> None:
+    settings = {"vllm_dllm": {"drafter": {"width": 16}}}
+    with pytest.raises(ValueError, match=r"drafter.width is 16, but .* drafts 15"):
+        completed("DFlashDraftModel", additional_config=settings)
 
 
 def test_dflash2_gets_our_worker_and_vllms_scheduler() -> None:

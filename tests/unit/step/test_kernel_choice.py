@@ -18,6 +18,7 @@ KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
 TABLES = {"E=4,N=2.json": {"256": {"BLOCK_SIZE_M": 16}}}
 OURS = {"E=4,N=2.json": {"256": 32, "2048": 0}}
+LINEARS = {"8x16": {"256": "PyTorch", "2048": "CUTLASS"}}
 (SHIPPED_FILE, *_) = shipped_block_sizes()
 USED = {**shipped_block_sizes(), **OURS}
 """What was not measured stays as shipped."""
@@ -38,6 +39,7 @@ class Start:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.timed, self.forgot, self.used = path, [], 0, []
+        self.linears: Any = None
         self.config = SimpleNamespace(
             additional_config={"vllm_dllm": {"kernel_choice": "measured"}},
             compilation_config=SimpleNamespace(static_forward_context={}),
@@ -64,6 +66,12 @@ class Start:
         monkeypatch.setattr(
             kernel_choice.expert_kernels, "install_kernels", lambda _, ours: self.used.append(ours)
         )
+        monkeypatch.setattr(kernel_choice.fp8_linears, "measure_fp8_linears", self.fp8_linears)
+        monkeypatch.setattr(
+            kernel_choice.fp8_linears,
+            "use_kernels",
+            lambda linears: setattr(self, "linears", linears),
+        )
 
     def ranks(self, ranks: Ranks) -> None:
         self.patch.setattr(kernel_choice, "get_tp_group", lambda: ranks)
@@ -79,6 +87,10 @@ class Start:
         self.timed.append(("tiles", rows))
         return TABLES, OURS, []
 
+    def fp8_linears(self, modules: Any, dtype: Any, rows: list[int], stopwatch: Any) -> Any:
+        self.timed.append(("FP8 linears", rows))
+        return LINEARS, []
+
     def run(self) -> None:
         choose_kernels(self.config, torch.nn.Module())
 
@@ -89,16 +101,25 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 ROWS = [256, 2048]
-FOUND = {"gpu": "a GPU", "layers": LAYERS, "rows": ROWS, "tiles": TABLES, "ours": OURS}
+FOUND = {
+    "gpu": "a GPU",
+    "layers": LAYERS,
+    "rows": ROWS,
+    "tiles": TABLES,
+    "ours": OURS,
+    "linears": LINEARS,
+}
 
 
 def test_the_second_start_measures_nothing(start: Start) -> None:
     start.run()
-    assert start.timed == [("attention", 256, [1, 8]), ("tiles", [256, 2048])]
+    timed = [("attention", 256, [1, 8]), ("tiles", [256, 2048]), ("FP8 linears", [256, 2048])]
+    assert start.timed == timed and start.linears == LINEARS
     assert folder.read_result(start.path) == FOUND and start.forgot == 1
     assert (start.path / "E=4,N=2.json").exists(), "where vLLM looks for it"
+    start.linears = None
     start.run()
-    assert len(start.timed) == 2 and start.forgot == 1
+    assert start.timed == timed and start.forgot == 1 and start.linears == LINEARS
     assert start.used == [USED, USED], "our experts compute in both"
 
 
@@ -127,6 +148,7 @@ def test_nobody_else_measures(
     start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
     start.run()
     assert start.timed == [] and start.used == used and not start.path.exists()
+    assert start.linears is None
 
 
 @pytest.mark.parametrize("choice", ["shipped", "measured"])
@@ -136,7 +158,7 @@ def test_batch_invariant_steps_keep_vllm_s_kernels(
     monkeypatch.setattr(kernel_choice, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
     start.run()
-    assert start.timed == [] and start.used == []
+    assert start.timed == [] and start.used == [] and start.linears is None
 
 
 def test_experts_that_the_user_chose_are_not_replaced(start: Start) -> None:
@@ -150,20 +172,20 @@ def test_other_ranks_take_what_the_first_one_found(start: Start) -> None:
     start.ranks(Ranks(is_first_rank=False, sent=FOUND))
     start.run()
     assert start.timed == [] and folder.read_result(start.path) == FOUND and start.forgot == 1
-    assert start.used == [USED]
+    assert start.used == [USED] and start.linears == LINEARS
 
 
 def test_what_the_user_chose_is_not_measured(start: Start, monkeypatch: Any) -> None:
     start.config.attention_config.flash_attn_version = 3
     monkeypatch.setenv(VARIABLE, "/of/the/user")
     start.run()
-    assert start.timed == []
+    assert start.timed == [("FP8 linears", [256, 2048])]
 
 
 def test_blocks_of_masked_models_run_triton_alone(start: Start) -> None:
     start.config.model_config.architecture = "SDARForCausalLM"
     start.run()
-    assert start.timed == [("tiles", [256, 2048])]
+    assert start.timed == [("tiles", [256, 2048]), ("FP8 linears", [256, 2048])]
 
 
 def test_a_disk_that_takes_nothing_ends_no_start(
@@ -176,3 +198,4 @@ def test_a_disk_that_takes_nothing_ends_no_start(
     start.run()
     assert start.timed and start.forgot == 0
     assert start.used == [shipped_block_sizes()], "which need no disk"
+    assert start.linears == {}

@@ -3,9 +3,11 @@ write all or nothing, and go on, and output that cannot be written."""
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +95,22 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with server_process.Server([sys.executable, "-c", script], 1, log, {"ADDED": "1"}):
         wait_for(lambda: log.read_text().endswith("\n"))
     assert log.read_text() == "None 1\n"
+
+
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["", "nohup"])
+def test_a_closed_terminal_ends_the_command(tmp_path: Path, is_ignored: bool) -> None:
+    """But not under nohup, which has it ignore the signal."""
+    handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with (
+            nullcontext() if is_ignored else pytest.raises(SystemExit, match="129"),
+            server_process.Server([sys.executable, "-c", ""], 1, tmp_path / "server.log"),
+        ):
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_wait_for_a_server_takes_one_line(tmp_path: Path) -> None:

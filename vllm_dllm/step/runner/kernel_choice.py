@@ -16,16 +16,24 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import measure as attention
 from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.compat.experts import clear_tiles_cache
+from vllm_dllm.compat.fp8_linears import open_fp8_linears
 from vllm_dllm.config.architectures import FAMILIES
-from vllm_dllm.config.extension import ExtensionConfig
+from vllm_dllm.config.extension import ExtensionConfig, KernelChoice
 from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_block_sizes, shipped_tiles
-from vllm_dllm.measured import expert_kernels, folder, tiles
+from vllm_dllm.measured import expert_kernels, folder, fp8_linears, tiles
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
 logger = init_logger(__name__)
 
 MOST_SECONDS = 15.0  # of all measurements
 CANVASES = (1, 8, 32)  # how many canvases the timed steps have
+
+
+def prepare_choice(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    """Has `choose_kernels` choose those of FP8 linears, too, if kernels are to be measured. Must be
+    called when the weights are loaded, before the model is compiled."""
+    if _choice(vllm_config) == "measured":
+        open_fp8_linears(model.modules())
 
 
 def choose_kernels(
@@ -40,10 +48,10 @@ def choose_kernels(
       all ranks use its measurements. Kernels that it had no time for stay as shipped.
     - "stock", and any value under `VLLM_BATCH_INVARIANT`: nothing changes.
     """
-    extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-    if extension.kernel_choice == "stock" or envs.VLLM_BATCH_INVARIANT:
+    choice = _choice(vllm_config)
+    if choice == "stock":
         return
-    if extension.kernel_choice == "shipped":
+    if choice == "shipped":
         _install_experts(vllm_config, model, may_replace_experts(vllm_config), {}, [])
         return
     path, ranks = folder.result_folder(vllm_config), get_tp_group()
@@ -51,7 +59,7 @@ def choose_kernels(
     if ranks.is_first_rank and stored is None:
         result = _measure(vllm_config, model, path, clock)
     result = ranks.broadcast_object(result)
-    measured = result["ours"]
+    measured, linears = result["ours"], result["linears"]
     if result != stored:  # else layers have read it
         if _store(result, path):
             with set_current_vllm_config(vllm_config):
@@ -59,9 +67,17 @@ def choose_kernels(
                     if isinstance(getattr(layer, "impl", None), GpuCanvasImpl):
                         layer.impl.choose_version()
         else:
-            measured = {}
+            measured = linears = {}
+    fp8_linears.use_kernels(linears)
     as_shipped = may_replace_experts(vllm_config, path)
     _install_experts(vllm_config, model, as_shipped, measured, result["rows"])
+
+
+def _choice(vllm_config: VllmConfig) -> KernelChoice:
+    """Returns the setting `kernel_choice`, or "stock" if steps must not depend on it."""
+    if envs.VLLM_BATCH_INVARIANT:
+        return "stock"
+    return ExtensionConfig.from_additional_config(vllm_config.additional_config).kernel_choice
 
 
 def _install_experts(
@@ -99,9 +115,9 @@ def _store(result: dict[str, Any], path: Path) -> bool:
 def _measure(
     vllm_config: VllmConfig, model: torch.nn.Module, path: Path, clock: Clock
 ) -> dict[str, Any]:
-    """Times attention and experts for about `MOST_SECONDS` at most. Returns the JSON of
-    `measured.json`: `gpu` and `layers` for `Times.from_json`, `rows` that were to be timed, `tiles`
-    and `ours` as in `FastestExperts`."""
+    """Times attention, experts and FP8 linears for about `MOST_SECONDS` at most. Returns the JSON
+    of `measured.json`: `gpu` and `layers` for `Times.from_json`, `rows` that were to be timed,
+    `tiles` and `ours` as in `FastestExperts`, and `linears`, which are `fp8_linears.Kernels`."""
     assert vllm_config.diffusion_config is not None
     started = time.monotonic()
     stopwatch = Stopwatch(clock, started + MOST_SECONDS)
@@ -127,15 +143,24 @@ def _measure(
             )
     if os.environ.get(VARIABLE) == str(path):  # else vLLM reads tiles from the user's folder
         tables, ours, gains = tiles.measure_experts(model.modules(), rows, stopwatch)
+    linears, of_linears = fp8_linears.measure_fp8_linears(
+        model.modules(), vllm_config.model_config.dtype, rows, stopwatch
+    )
     logger.info(
         "Kernels were timed in %.1f s%s: %s; %s.",
         time.monotonic() - started,
         ", not all of them" if stopwatch.is_over else "",
         "; ".join(attention.describe_gains(layers)) or "attention not compared",
-        "; ".join(gains) or "experts unchanged",
+        "; ".join(gains + of_linears) or "experts and linears unchanged",
     )
-    gpu = current_platform.get_device_name()
-    return {"gpu": gpu, "layers": layers, "rows": rows, "tiles": tables, "ours": ours}
+    return {
+        "gpu": current_platform.get_device_name(),
+        "layers": layers,
+        "rows": rows,
+        "tiles": tables,
+        "ours": ours,
+        "linears": linears,
+    }
 
 
 def _layers(vllm_config: VllmConfig) -> list[Any]:

@@ -23,7 +23,7 @@ from vllm_dllm.compat.runner import (
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.quantization.complete_weights import weights_in_parts
-from vllm_dllm.step.runner.kernel_choice import choose_kernels
+from vllm_dllm.step.runner.kernel_choice import choose_kernels, prepare_choice
 
 logger = init_logger(__name__)
 
@@ -50,6 +50,7 @@ class CanvasWorker(Worker):
         """Loads the model, starts to compile attention, and restricts prompt log-probabilities to
         rows of prompts."""
         super().load_model(**kwargs)
+        prepare_choice(self.vllm_config, self.model_runner.model)
         self._compiler = compile_ahead(
             self.vllm_config,
             self.vllm_config.compilation_config.static_forward_context.values(),
