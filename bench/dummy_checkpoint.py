@@ -28,106 +28,27 @@ from checkpoints.recipes.tokenizer import BOI_ID, BOS_ID, EOI_ID, EOS_ID, IMAGE_
 from vllm_dllm.tools.quantize.plan import quantization_scheme
 
 CANVAS = 256
-SHAPE_26B: dict[str, Any] = {  # of the text model of google/diffusiongemma-26B-A4B-it
-    "vocab_size": 262_144,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 2,
-    "sliding_window": 1024,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "moe_intermediate_size": 704,
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("global_head_dim", "num_global_key_value_heads", "sliding_window"),
+    *("num_experts", "top_k_experts", "moe_intermediate_size"),
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(SIZES, sizes, strict=True))
+    for name, sizes in {
+        # Of the text model of google/diffusiongemma-26B-A4B-it.
+        "26B": (262_144, 2816, 2112, 30, *(16, 8, 256), *(512, 2, 1024), *(128, 8, 704)),
+        # An eighth of most widths: to try the bench on a CPU.
+        "small": (32_768, 352, 256, 6, *(4, 2, 64), *(128, 1, 128), *(16, 4, 96)),
+        "4M": (8192, 128, 256, 6, *(4, 2, 32), *(64, 1, 128), *(8, 2, 128)),
+        "60M": (32_768, 512, 768, 8, *(8, 4, 64), *(128, 1, 256), *(8, 2, 256)),
+        # What a laptop might serve: 192 million weights are used by each canvas token.
+        "267M": (32_768, 1024, 1056, 12, *(8, 4, 128), *(256, 1, 256), *(8, 4, 512)),
+        "1B": (32_768, 2048, 2048, 16, *(8, 4, 256), *(512, 1, 512), *(8, 2, 768)),
+    }.items()
 }
-# An eighth of most widths: to try the bench on a CPU.
-SHAPE_SMALL: dict[str, Any] = {
-    "vocab_size": 32_768,
-    "hidden_size": 352,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "global_head_dim": 128,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 128,
-    "num_experts": 16,
-    "top_k_experts": 4,
-    "moe_intermediate_size": 96,
-}
-# What a laptop might serve: 267 million weights, 192 million of them used by each canvas token.
-SHAPE_267M: dict[str, Any] = {
-    "vocab_size": 32_768,
-    "hidden_size": 1024,
-    "intermediate_size": 1056,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "global_head_dim": 256,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 256,
-    "num_experts": 8,
-    "top_k_experts": 4,
-    "moe_intermediate_size": 512,
-}
-SHAPE_4M: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "global_head_dim": 64,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 128,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 128,
-}
-SHAPE_60M: dict[str, Any] = {
-    "vocab_size": 32_768,
-    "hidden_size": 512,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "global_head_dim": 128,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 256,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 256,
-}
-SHAPE_1B: dict[str, Any] = {
-    "vocab_size": 32_768,
-    "hidden_size": 2048,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 512,
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 768,
-}
-SHAPES = {
-    "26B": SHAPE_26B,
-    "small": SHAPE_SMALL,
-    "4M": SHAPE_4M,
-    "60M": SHAPE_60M,
-    "267M": SHAPE_267M,
-    "1B": SHAPE_1B,
-}
+SHAPE_26B = SHAPES["26B"]
 
 # As RedHatAI publishes them: NVFP4 leaves the attention in bf16.
 KEPT = ["lm_head", "re:.*(embed|vision|self_conditioning|router).*"]

@@ -14,8 +14,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_trajectories.py::test_trained_checkpoint[25-18]",
     ),
     "the next turn finds generated blocks": (
-        "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[False-False]",
-        "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[True-True]",
+        "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[in turn-False]",
+        "engine/test_committed_kv.py::test_next_turn_reuses_generated_blocks[ahead-True]",
     ),
     "a step reads a large vocabulary in tiles": (
         "engine/test_large_vocabulary.py::test_best_guesses_are_the_references",
@@ -61,7 +61,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "engine/test_drafters.py::test_same_answers_as_the_target_alone",
         "engine/test_drafters.py::test_acceptance_length",
     ),
-    "aborts": ("engine/test_abort.py",),
+    "aborts": ("engine/test_spared_forwards.py::test_no_step_after_an_abort",),
     "adapters": (
         "engine/test_adapters.py::test_mixed_batch_is_answered_as_by_merged_checkpoints[SDAR]",
     ),

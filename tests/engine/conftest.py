@@ -1,21 +1,24 @@
 """Offline engines and reference models, one a session for each checkpoint and setting."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.config.kv_transfer import KVRole
 
+from checkpoints.recipes.exact_match import read_rows
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engines import asynchronous_scheduling, forked_workers, in_this_process
 from tests.paths import CHECKPOINTS
 
 TRAINED = CHECKPOINTS / "diffusiongemma-tiny"
-HELD_OUT = CHECKPOINTS / "held_out.jsonl"
+HELD_OUT = read_rows(CHECKPOINTS / "held_out.jsonl")
 GetTiny = Callable[[int], Path]
 
 
@@ -79,6 +82,25 @@ class Engine:
             },
         )
 
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        """Of the worker, which runs in this process."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def ask(
+        self,
+        prompts: Sequence[Any],  # each of token ids, or with an `engine_input`, or one
+        params: SamplingParams | Sequence[SamplingParams],
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """All in one batch."""
+        inputs = [getattr(prompt, "engine_input", prompt) for prompt in prompts]
+        return self.llm.generate(inputs, params, use_tqdm=False, **options)
+
     def steps(self, request_id: str) -> list[dict[str, Any]]:
         """The traced denoising steps of one request, in order."""
         lines = map(json.loads, self.trace.read_text().splitlines())
@@ -98,12 +120,15 @@ class Engine:
 GetEngine = Callable[..., Engine]
 
 
-def cached_tokens(engine: Engine, prompt: list[int]) -> int:
+def tokens_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def cached_tokens(engine: Engine, prompt: Any) -> int:  # as `Engine.ask` takes it
     params = SamplingParams(
         max_tokens=1, extra_args={"diffusion_max_steps": 1, "diffusion_read_only": True}
     )
-    output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-    return output[0].num_cached_tokens
+    return engine.ask([prompt], params)[0].num_cached_tokens
 
 
 def preemptions(engine: Engine) -> float:
@@ -139,10 +164,27 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEngine]:
     stop()
 
 
+def connector(folder: Path, role: KVRole = "kv_both") -> dict[str, Any]:
+    """The option of an engine that reads and writes prompts in `folder`."""
+    config = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role=role,
+        kv_connector_extra_config={"shared_storage_path": str(folder)},
+    )
+    return {"kv_transfer_config": config}
+
+
 @pytest.fixture
 def asynchronous() -> Iterator[None]:
     with asynchronous_scheduling():
         yield
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def is_ahead(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether engines of this test, started with `async_scheduling`, do so: both are tried."""
+    with asynchronous_scheduling() if request.param else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
+from tests.engine.conftest import tokens_of
 from tests.engines import asynchronous_scheduling, in_this_process
 from tests.paths import CHECKPOINTS
 
@@ -47,6 +49,19 @@ def make_dflash2(path: Path) -> Path:
     return path
 
 
+WIDTH = 15
+ALONE = {"model": str(TARGET), "max_model_len": 1024}
+
+
+def drafting(settings: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Options of an engine; `settings` are our drafter's."""
+    speculative = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": WIDTH}
+    found = ALONE | {"speculative_config": speculative | options.pop("speculative", {})}
+    if settings is not None:
+        found["additional_config"] = {"vllm_dllm": {"drafter": settings}}
+    return found | options
+
+
 class Recorder:
     """Listens to the scheduler of an engine in this process."""
 
@@ -75,12 +90,27 @@ def name(request_id: str) -> str:
     return request_id.rpartition("-")[0]
 
 
-def serve(asked: dict[str, Any]) -> dict[str, Any]:
-    """Of each request: its tokens; how many tokens each verification emitted, behind which token of
-    the answer it began and of how many drafts; how many tokens the prefix cache held. Of each group
-    of caches, its sliding window; whether steps were scheduled ahead of the last one's tokens."""
-    with started(asked["engine"]) as llm:
-        return ask(llm, asked)
+@dataclass
+class Served:
+    """Of each request: its tokens, and with a drafter how many tokens each verification emitted,
+    behind which token of the answer it began and of how many drafts, and how many tokens the prefix
+    cache held. Of each group of caches, its sliding window."""
+
+    tokens: list[list[int]]
+    is_asynchronous: bool  # steps were scheduled ahead of the last one's tokens
+    emitted: list[list[int]] = field(default_factory=list)
+    verified: list[list[tuple[int, int]]] = field(default_factory=list)
+    cached: list[int | None] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)
+
+
+Sampling = dict[str, Any] | list[dict[str, Any]]
+"""Of all requests, or one for each."""
+
+
+def serve(engine: dict[str, Any], prompts: list[list[int]], sampling: Sampling) -> Served:
+    with started(engine) as llm:
+        return ask(llm, prompts, sampling)
 
 
 @contextmanager
@@ -102,19 +132,17 @@ def started(engine: dict[str, Any]) -> Iterator[LLM]:
         yield llm
 
 
-def ask(llm: LLM, asked: dict[str, Any]) -> dict[str, Any]:
+def ask(llm: LLM, prompts: list[list[int]], sampling: Sampling) -> Served:
     recorder = Recorder(llm) if llm.llm_engine.vllm_config.speculative_config else None
-    prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    sampling = asked["sampling"]  # of all, or one for each
     by_prompt = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     params = [SamplingParams(detokenize=False, **each) for each in by_prompt]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    found: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
-    found["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    config = llm.llm_engine.vllm_config.scheduler_config
+    found = Served(list(map(tokens_of, outputs)), config.async_scheduling)
     if recorder is not None:
         ids = [output.request_id for output in outputs]
-        found["windows"] = recorder.windows
-        found["cached"] = [output.num_cached_tokens for output in outputs]
-        found["emitted"] = [recorder.emitted.get(i, []) for i in ids]
-        found["verified"] = [recorder.verified.get(i, []) for i in ids]
+        found.windows = recorder.windows
+        found.cached = [output.num_cached_tokens for output in outputs]
+        found.emitted = [recorder.emitted.get(i, []) for i in ids]
+        found.verified = [recorder.verified.get(i, []) for i in ids]
     return found

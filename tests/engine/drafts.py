@@ -7,7 +7,15 @@ neither a cache nor a second copy to be wrong about.
 
 import torch
 
-from tests.engine.masked import Placed, Reference, Rule, Step, Trajectory
+from tests.engine.masked import (
+    Placed,
+    Reference,
+    Rule,
+    Step,
+    Trajectory,
+    uniform,
+    until_stop,
+)
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 
@@ -83,9 +91,7 @@ class DraftingReference(Reference):
             known = known[:start] + block
             found.placed += [placed[i] for i in range(first, len(block))]
             assert len(known) > own
-        tokens = known[len(prompt) :]
-        over = [i for i, token in enumerate(tokens) if token in stops]
-        found.tokens = tokens[: over[0] + 1] if over else tokens
+        found.tokens = until_stop(known[len(prompt) :], stops)
         return found
 
 
@@ -93,13 +99,8 @@ def draw(logits: torch.Tensor, start: int, rule: Rule, seed: int) -> list[int]:
     """A token for each row of `logits` [n, V], by the number of its position from `start` on."""
     if not rule.temperature:
         return logits.argmax(-1).tolist()
-    uniform = noise.uniform(
-        noise.keys_from_seeds(torch.tensor([seed])),
-        torch.arange(start, start + len(logits))[None],
-        torch.tensor([0]),
-        noise.CANDIDATE,
-    )[0]
-    return sample_by_inversion((logits / rule.temperature).softmax(-1), uniform).tolist()
+    draw = uniform(seed, start, len(logits), 0, noise.CANDIDATE)
+    return sample_by_inversion((logits / rule.temperature).softmax(-1), draw).tolist()
 
 
 def decided(steps: list[Step], mask_id: int) -> list[Step]:

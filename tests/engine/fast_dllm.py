@@ -91,15 +91,7 @@ class ShiftedReference(SeededReference):
                 step += 1
                 revealed = [int(i in shown) for i in range(own, B)]
                 found.steps.append(Step(tokens[own:], revealed, block[own:], finished))
-                found.drawn.append(
-                    Drawn(
-                        drawn.tokens[own:],
-                        drawn.probability[own:],
-                        drawn.cumulative[own:],
-                        drawn.draw[own:],
-                        drawn.logprobs[own:],
-                    )
-                )
+                found.drawn.append(Drawn(*(column[own:] for column in drawn)))
             known = known[:start] + block
             found.place(placed, range(own, B))
         found.end(known[len(prompt) :][:max_tokens], stops)

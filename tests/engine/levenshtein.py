@@ -3,14 +3,42 @@ blocks delete and insert. Of modeling_llada2_moe.py's `_joint_decode_block`, in 
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from tests.engine.masked import Reference, Rule, Step, Trajectory
+from tests.engine.masked import Reference, Rule, Step, Trajectory, uniform
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
+
+
+class Drawing(NamedTuple):
+    """What a step draws a block by."""
+
+    logits: torch.Tensor  # [B, V]
+    temperature: float
+    candidates: torch.Tensor  # [B] float64 in [0, 1)
+    escapes: list[float]  # in [0, 1): five places, and five tokens
+
+    def propose(self, hidden: list[int]) -> tuple[list[int], list[float]]:
+        """Drawn where something is hidden, else the most probable ones; and how probable they are,
+        which the temperature does not change."""
+        tokens = self.logits.argmax(-1)
+        if self.temperature:
+            probs = (self.logits / self.temperature).softmax(-1)
+            tokens[hidden] = sample_by_inversion(probs, self.candidates)[hidden]
+        probability = self.logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return tokens.tolist(), probability.tolist()
+
+    def one_of_others(self, i: int, excluded: list[int], is_hidden: bool, draw: float) -> int:
+        row = self.logits[i].clone()
+        row[excluded] = -torch.inf
+        if not self.temperature or not is_hidden:
+            return int(row.argmax())
+        probs = (row / self.temperature).softmax(-1)[None]
+        return int(sample_by_inversion(probs, torch.tensor([draw], dtype=torch.float64)))
 
 
 class LevenshteinReference(Reference):
@@ -40,8 +68,13 @@ class LevenshteinReference(Reference):
             hidden = [i for i in range(first, B) if old[i] == mask]
             num_original = sum(original[i] for i in hidden)
             post = 0 if num_original else post + 1
-            logits = self.logits(known[:start] + old)[start:]
-            tokens, probability = self._candidates(len(known), logits, hidden, rule, seed, step)
+            drawing = Drawing(
+                self.logits(known[:start] + old)[start:],
+                rule.temperature,
+                uniform(seed, start, B, step, noise.CANDIDATE),
+                uniform(seed, len(known), 10, step, noise.ESCAPE).tolist(),
+            )
+            tokens, probability = drawing.propose(hidden)
             least = (B - first) // num_steps + (step < (B - first) % num_steps)
             least += len(hidden) - num_original
             shown = published(rule.name, hidden, probability, [], least, rule.threshold, rule.bound)
@@ -56,16 +89,15 @@ class LevenshteinReference(Reference):
             if is_last:
                 self.happened["last"] += 1
                 shown = set(hidden)
+                moves = [self.delete, self.split]
                 for i in shown | changed:
-                    if tokens[i] in (self.delete, self.split):
-                        out = [self.delete, self.split]
-                        tokens[i] = self._without(
-                            len(known), logits, i, out, i in shown, rule, seed, step
-                        )
+                    if tokens[i] in moves:
+                        draw = float(drawing.candidates[i])
+                        tokens[i] = drawing.one_of_others(i, moves, i in shown, draw)
             for i in shown | changed:
                 block[i] = tokens[i]
             if not is_last and (shown or changed):
-                self._escape(block, old, seen, len(known), logits, shown, rule, seed, step)
+                self._escape(block, old, seen, drawing, shown)
             seen.add(tuple(block))
             block, original = self._moved(block, old, original, first)
             is_full = mask not in block[first:]
@@ -98,68 +130,15 @@ class LevenshteinReference(Reference):
         block: list[int],
         old: list[int],
         seen: set[tuple[int, ...]],
-        begin: int,
-        logits: torch.Tensor,
+        drawing: Drawing,
         shown: set[int],
-        rule: Rule,
-        seed: int,
-        step: int,
     ) -> None:
         """Changes `block`, until it is another one than the steps before have made."""
-        draw = self._uniform(seed, begin, 10, step, noise.ESCAPE).tolist()
         for turn in range(5):
             places = [i for i in range(len(block)) if block[i] != old[i]]
             if tuple(block) not in seen or not places:
                 return
             self.happened["escaped"] += 1
-            i = places[int(draw[turn] * len(places))]
-            uniform = draw[5 + turn]
-            block[i] = self._draw_one(logits[i], [block[i]], i in shown, rule, uniform)
-
-    def _candidates(
-        self, begin: int, logits: torch.Tensor, hidden: list[int], rule: Rule, seed: int, step: int
-    ) -> tuple[list[int], list[float]]:
-        """Drawn where something is hidden, else the most probable ones; and how probable they are,
-        which the temperature does not change."""
-        B = len(logits)
-        tokens = logits.argmax(-1)
-        if rule.temperature:
-            draw = self._of_block(begin, B, seed, step)
-            drawn = sample_by_inversion((logits / rule.temperature).softmax(-1), draw)
-            tokens[hidden] = drawn[hidden]
-        probability = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        return tokens.tolist(), probability.tolist()
-
-    def _without(
-        self,
-        begin: int,
-        logits: torch.Tensor,
-        i: int,
-        excluded: list[int],
-        is_hidden: bool,
-        rule: Rule,
-        seed: int,
-        step: int,
-    ) -> int:
-        draw = float(self._of_block(begin, len(logits), seed, step)[i])
-        return self._draw_one(logits[i], excluded, is_hidden, rule, draw)
-
-    def _draw_one(
-        self, row: torch.Tensor, excluded: list[int], is_hidden: bool, rule: Rule, draw: float
-    ) -> int:
-        row = row.clone()
-        row[excluded] = -torch.inf
-        if not rule.temperature or not is_hidden:
-            return int(row.argmax())
-        probs = (row / rule.temperature).softmax(-1)[None]
-        return int(sample_by_inversion(probs, torch.tensor([draw], dtype=torch.float64)))
-
-    def _of_block(self, begin: int, length: int, seed: int, step: int) -> torch.Tensor:
-        """[length] float64, by which a block's candidates are drawn."""
-        start = begin // self.block_length * self.block_length
-        return self._uniform(seed, start, length, step, noise.CANDIDATE)
-
-    def _uniform(self, seed: int, start: int, length: int, step: int, stream: int) -> torch.Tensor:
-        positions = torch.arange(start, start + length)[None]
-        keys = noise.keys_from_seeds(torch.tensor([seed]))
-        return noise.uniform(keys, positions, torch.tensor([step]), stream)[0]
+            i = places[int(drawing.escapes[turn] * len(places))]
+            draw = drawing.escapes[5 + turn]
+            block[i] = drawing.one_of_others(i, [block[i]], i in shown, draw)

@@ -249,6 +249,19 @@ class Trajectory:
     """Of each token, and of those behind an answer's end."""
 
 
+def uniform(seed: int, start: int, length: int, step: int, stream: int) -> torch.Tensor:
+    """[length] float64 in [0, 1), by which a request's positions from `start` on are drawn."""
+    positions = torch.arange(start, start + length)[None]
+    key = noise.keys_from_seeds(torch.tensor([seed]))
+    return noise.uniform(key, positions, torch.tensor([step]), stream)[0]
+
+
+def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    """Up to the first token that ends an answer."""
+    over = [i for i, token in enumerate(tokens) if token in stops]
+    return tokens[: over[0] + 1] if over else tokens
+
+
 class Reference:
     allowed: list[int] | None = None
     """Tokens that there are; None: all. A random model drafts one of a few some of the time."""
@@ -327,12 +340,7 @@ class Reference:
         probs = logits.softmax(-1)
         tokens = logits.argmax(-1)
         if rule.temperature:
-            draw = noise.uniform(
-                noise.keys_from_seeds(torch.tensor([seed])),
-                torch.arange(len(known), len(known) + len(block))[None],
-                torch.tensor([step]),
-                noise.CANDIDATE,
-            )[0]
+            draw = uniform(seed, len(known), len(block), step, noise.CANDIDATE)
             tokens = sample_by_inversion(probs, draw)
         chosen = probs.gather(-1, tokens[:, None])[:, 0]
         entropy = -(probs * probs.log()).sum(-1)

@@ -9,13 +9,12 @@ import torch
 from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine, preemptions
+from tests.engine.conftest import Engine
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
 from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
-from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler
 
 VOCABULARY = 512
 RULES = {
@@ -27,6 +26,9 @@ RULES = {
     "edited": Rule("dynamic", threshold=0.4, edit=0.3, most_edit_steps=3),
     "warm": Rule("dynamic", threshold=0.3, temperature=1.0),
 }
+
+
+AT_ONCE = Rule("static", num_steps=1)
 
 
 class Family(NamedTuple):
@@ -92,7 +94,6 @@ class Made(NamedTuple):
     reference: Any
 
 
-GetEngine = Callable[..., Engine]
 GetMade = Callable[[str, int], Made]
 
 
@@ -159,8 +160,7 @@ def generate(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[Trajectory]:
     engine.trace.write_text("")
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return served(engine, engine.llm.generate(inputs, params, use_tqdm=False))
+    return served(engine, engine.ask(prompts, params))
 
 
 def count_forwards(model: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -178,9 +178,6 @@ def count_forwards(model: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return forwards
 
 
-MANY = [
-    random_ids(length, VOCABULARY, length) for length in (1, 3, 4, 5, 13, 40, 41, 130, 200, 258)
-]
 KINDS: list[dict[str, Any]] = [
     {},
     {"presence_penalty": 1.0, "repetition_penalty": 1.3},
@@ -189,109 +186,6 @@ KINDS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"min_tokens": 40, "stop_token_ids": list(range(0, 512, 9))},
 ]
-
-
-VERIFIED = "SDAR, some verified"  # on a server with room for two blocks
-
-
-def mixed_params(family: str) -> list[SamplingParams]:
-    """Every kind of request, each with a length and a rule of its own."""
-    rules = list(RULES.values())
-    mixed = [
-        params_of(
-            rules[seed % len(rules)]._replace(temperature=0.8 * (seed % 2)),
-            50 + 7 * seed,
-            seed,
-            **KINDS[seed % len(KINDS)],
-        )
-        for seed in range(len(MANY))
-    ]
-    if family == "Nemotron":
-        for seed, params in enumerate(mixed):
-            if mode := (None, "self_speculation", "autoregressive")[seed % 3]:
-                params.extra_args = {"diffusion_mode": mode}
-                # Of few tokens some drafts stand.
-                params.allowed_token_ids = [5, 95, 180, 275, 365, 455]
-    if family in ("Fast-dLLM", VERIFIED):
-        for params in mixed[1::3]:
-            params.extra_args = {"diffusion_acceptance": "verified"}
-            params.allowed_token_ids = [5, 95, 180, 275, 365, 455]
-    return mixed
-
-
-def each_alone(engine: Callable[..., Engine], checkpoint: Path, family: str) -> list[Trajectory]:
-    """Of `MANY`, each alone and its prompt read at once."""
-    model = engine(checkpoint, enable_prefix_caching=False)
-    return [
-        generate(model, [prompt], [params])[0]
-        for prompt, params in zip(MANY, mixed_params(family), strict=True)
-    ]
-
-
-PREEMPTED = {"block_size": 32, "max_model_len": 416}
-BEHIND = {"async_scheduling": True}  # steps before the last one's tokens are known
-neighbours = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="together"),
-        # Chunks that end inside blocks, canvases that find no room.
-        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param(
-            {"long_prefill_token_threshold": 7}, id="in small chunks", marks=pytest.mark.thorough
-        ),
-        pytest.param({"num_gpu_blocks_override": 22, **PREEMPTED}, id="preempted"),
-        pytest.param(BEHIND, id="behind", marks=pytest.mark.thorough),
-        pytest.param(
-            BEHIND | {"max_num_seqs": 1}, id="behind, one at a time", marks=pytest.mark.thorough
-        ),
-        pytest.param(BEHIND | {"max_num_batched_tokens": 23}, id="behind, chunked"),
-        pytest.param(BEHIND | {"num_gpu_blocks_override": 22, **PREEMPTED}, id="behind, preempted"),
-    ],
-)
-
-
-def assert_as_alone(
-    engine: Callable[..., Engine],
-    checkpoint: Path,
-    family: str,
-    undisturbed: list[Trajectory],  # by `each_alone`
-    options: dict[str, Any],  # of `neighbours`
-) -> None:
-    """All of `MANY` at once, and again from the prefix cache."""
-    model = engine(checkpoint, disable_log_stats=False, **options)
-    scheduler = model.llm.llm_engine.engine_core.engine_core.scheduler
-    assert isinstance(scheduler, CanvasAsyncScheduler) == options.get("async_scheduling", False)
-    for _ in range(2):
-        found = generate(model, MANY, mixed_params(family))
-        assert [ours.tokens for ours in found] == [alone.tokens for alone in undisturbed]
-        if "num_gpu_blocks_override" not in options:
-            for ours, alone in zip(found, undisturbed, strict=True):
-                steps = ours.steps
-                if scheduler.vllm_config.scheduler_config.async_scheduling:
-                    # When the last block is known, a step of another one is on its way.
-                    assert len(steps) <= len(alone.steps) + 2
-                    steps = steps[: len(alone.steps)]
-                assert steps == alone.steps
-    if "num_gpu_blocks_override" in options:
-        assert preemptions(model) > 0
-
-
-def assert_stops(
-    engine: Engine,
-    decode: SeededReference,
-    prompts: list[list[int]],
-    rule: Rule,
-    stops: frozenset[int],
-) -> None:
-    """Answers end where the published loop's do; some before all is revealed, some blocks later."""
-    params = params_of(rule, 100, 0)
-    params.stop_token_ids = list(stops)
-    found = generate(engine, prompts, [params] * len(prompts))
-    for prompt, ours in zip(prompts, found, strict=True):
-        expected = decode.generate(prompt, 100, rule, stops=stops)
-        assert expected.decided_steps(ours, 0.0) == len(expected.steps)
-    assert any(0 in ours.steps[-1].revealed for ours in found), "none was finished early"
-    assert any(len(ours.tokens) > 32 for ours in found), "none went on"
 
 
 def assert_scores(expected: torch.Tensor, found: Any) -> None:

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 
 from tests import tolerances
-from tests.engine.masked import Placed, Reference, Rule, Step, Trajectory
+from tests.engine.masked import (
+    Placed,
+    Reference,
+    Rule,
+    Step,
+    Trajectory,
+    uniform,
+    until_stop,
+)
 from tests.engine.parting import first_parting
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
@@ -35,6 +43,12 @@ class Drawn(NamedTuple):
     draw: torch.Tensor  # [L] float64 in [0, 1)
     logprobs: torch.Tensor  # [L, V], at the rule's temperature
 
+    def is_between(self, row: int, one: int, other: int, temperature: float) -> bool:
+        """Whether a draw is on the boundary between two tokens, so that rounding decides."""
+        first, last = sorted((one, other))
+        off = (self.cumulative[row, first:last] - self.draw[row]).abs().max()
+        return temperature > 0 and bool(off <= tolerances.DECISION / temperature)
+
 
 @dataclass
 class SeededTrajectory(Trajectory):
@@ -47,23 +61,19 @@ class SeededTrajectory(Trajectory):
 
     def end(self, tokens: list[int], stops: frozenset[int]) -> None:
         """The answer: the blocks' tokens, up to the first that stops it."""
-        over = [i for i, token in enumerate(tokens) if token in stops]
-        self.tokens = tokens[: over[0] + 1] if over else tokens
+        self.tokens = until_stop(tokens, stops)
 
     def decided_steps(self, ours: Trajectory, temperature: float) -> int:
-        """Steps up to which `ours` decides as this does. They may part where a draw falls on the
-        boundary between two candidates, so that rounding decides."""
+        """Steps up to which `ours` decides as this does. They may part where rounding decides."""
         step = first_parting(ours.steps, self.steps)
         if step is None:
             assert ours.tokens == self.tokens
             return len(self.steps)
-        drawn, found = self.drawn[step], ours.steps[step].tokens
-        parted = [i for i, token in enumerate(self.steps[step].tokens) if token != found[i]]
-        assert parted and temperature > 0, f"step {step}"
-        for i in parted:
-            first, last = sorted((found[i], self.steps[step].tokens[i]))
-            off = (drawn.cumulative[i, first:last] - drawn.draw[i]).abs().max()
-            assert off <= tolerances.DECISION / temperature, f"step {step}, position {i}"
+        pairs = zip(self.steps[step].tokens, ours.steps[step].tokens, strict=True)
+        parted = [(i, *pair) for i, pair in enumerate(pairs) if len(set(pair)) > 1]
+        assert parted, f"step {step}"
+        for each in parted:
+            assert self.drawn[step].is_between(*each, temperature), f"step {step}, {each}"
         return step
 
 
@@ -122,9 +132,7 @@ class SeededReference(Reference):
         self, logits: torch.Tensor, start: int, rule: Rule, seed: int, step: int, stream: int
     ) -> Drawn:
         """Of rows [L, V] that begin at `start`. The temperature changes no probability."""
-        positions = torch.arange(start, start + len(logits))[None]
-        key = noise.keys_from_seeds(torch.tensor([seed]))
-        draw = noise.uniform(key, positions, torch.tensor([step]), stream)[0]
+        draw = uniform(seed, start, len(logits), step, stream)
         scaled = logits / (rule.temperature or 1.0)
         probs = scaled.softmax(-1)
         tokens = sample_by_inversion(probs, draw) if rule.temperature else logits.argmax(-1)

@@ -63,7 +63,7 @@ def read_one_step(
         )
         for canvas in canvases
     ]
-    inputs = [engine_input(prompt) for prompt in (*neighbours, *prompts)]
+    inputs = [getattr(prompt, "engine_input", prompt) for prompt in (*neighbours, *prompts)]
     outputs = engine.llm.generate(inputs, generate + params, use_tqdm=False)[len(neighbours) :]
     assert not from_cache or any(output.num_cached_tokens for output in outputs)
     return [
@@ -75,21 +75,25 @@ def read_one_step(
 def assert_equal_to_reference(
     model, prompts: Sequence[Prompt], canvases: list[list[int]], read: list[list[dict[int, float]]]
 ) -> None:
-    for prompt, canvas, positions in zip(prompts, canvases, read, strict=True):
-        expected = reference.first_step_logprobs(model, prompt, canvas)
-        assert len(positions) == len(canvas)
-        for row, scores in zip(expected, positions, strict=True):
+    assert_equal(first_steps(model, prompts, canvases), read)
+
+
+def first_steps(
+    model, prompts: Sequence[Prompt], canvases: list[list[int]]
+) -> list[torch.Tensor]:  # [C, V] each
+    """What transformers computes."""
+    pairs = zip(prompts, canvases, strict=True)
+    return [reference.first_step_logprobs(model, prompt, canvas) for prompt, canvas in pairs]
+
+
+def assert_equal(expected: Sequence[torch.Tensor], read: list[list[dict[int, float]]]) -> None:
+    for number, (rows, positions) in enumerate(zip(expected, read, strict=True)):
+        for row, scores in zip(rows, positions, strict=True):
             best = max(scores, key=scores.__getitem__)
-            assert is_best_guess(best, row), f"prompt of {len(prompt)}"
+            assert is_best_guess(best, row), f"prompt {number}"
             for token, logprob in scores.items():
                 off = abs(row[token] - logprob)
-                assert off <= tolerances.LOGPROB, f"prompt of {len(prompt)}: {off:.1e} off"
-
-
-def engine_input(prompt: Prompt) -> dict[str, Any]:
-    if isinstance(prompt, reference.Seen):
-        return prompt.engine_input
-    return {"prompt_token_ids": prompt}
+                assert off <= tolerances.LOGPROB, f"prompt {number}: {off:.1e} off"
 
 
 def is_best_guess(token: int, log_probs: torch.Tensor) -> bool:

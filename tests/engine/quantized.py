@@ -7,10 +7,12 @@ But vLLM scales int8 inputs so that the largest becomes 127, where compressed-te
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -28,7 +30,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from tests import tolerances
 from tests.engine import reference
+from tests.engine.conftest import Engine, GetEngine
 
 FORMATS = {
     "FP8_DYNAMIC": "float-quantized",
@@ -38,6 +42,7 @@ FORMATS = {
 }
 PUBLISHED = ("FP8_DYNAMIC", "NVFP4")
 INT4_GROUP = 32
+NOISES = 30
 LEFT_OUT = ["lm_head", "re:.*router", "re:.*vision_tower", "re:.*embed", "re:.*self_conditioning"]
 # Linears that vLLM runs as one, which share NVFP4's global scales, and the largest input that
 # these make room for; another one for each, so that no two can be mixed up.
@@ -143,6 +148,32 @@ def compress(
     )
     compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme])
     return {k: v.contiguous() for k, v in compressor.compress(tensors, quantization).items()}
+
+
+def started(engine: GetEngine, path: Path, scheme: str, **options: Any) -> Engine | None:
+    """An engine of the quantised checkpoint, or None where this processor must refuse it: it cannot
+    add up products of int8."""
+    from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
+
+    if scheme not in ("int8", "W8A8") or int8_sums_are_exact():
+        return engine(path, **options)
+    with pytest.raises(ValueError, match="need a processor with VNNI"):
+        engine(path, **options)
+    return None
+
+
+def is_decided(
+    first_step: Callable[[], torch.Tensor], expected: torch.Tensor, noises: int = NOISES
+) -> bool:
+    """Whether noise of the size of fp32's errors in the inputs leaves `expected` alone,
+    log-probabilities that `first_step` gives."""
+    for seed in range(noises):
+        torch.manual_seed(seed)
+        with noisy_inputs(tolerances.NOISE_OF_INPUTS):
+            noisy = first_step()
+        if (noisy - expected).abs().max() > tolerances.LOGPROB:
+            return False
+    return True
 
 
 _noise = {"relative": 0.0}

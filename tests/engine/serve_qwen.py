@@ -1,7 +1,7 @@
 """Serves a tiny ordinary model and prints what came out as JSON. Run by `test_neighbours.py`.
 
-Arguments: the checkpoint, then one word a run, `v1` or `v2`: the model runner asked for, or
-`default`: whatever vLLM chooses.
+Arguments: the checkpoint, then one word a run, `v2`: the model runner asked for, or `default`:
+whatever vLLM chooses.
 """
 
 import json
@@ -18,7 +18,6 @@ SAMPLING = {
     "greedy": SamplingParams(**GREEDY),
     "penalised": SamplingParams(**GREEDY, repetition_penalty=1.3, presence_penalty=0.5),
 }
-RUNNERS = {"v1": "0", "v2": "1"}
 
 
 def describe(llm: LLM) -> Iterator[tuple[str, object]]:
@@ -62,8 +61,8 @@ def main(checkpoint: str, *runs: str) -> None:
     results = {}
     for run in runs:
         os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-        if run in RUNNERS:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[run]
+        if run == "v2":
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         results[run] = serve(checkpoint)
         cleanup_dist_env_and_memory()
     print("RESULT", json.dumps(results))

@@ -12,15 +12,14 @@ from vllm.lora.request import LoRARequest
 
 from tests import tolerances
 from tests.adapters import Weights, make_adapter
-from tests.engine.conftest import GetEngine
-from tests.engine.drafters import started
+from tests.engine.conftest import Engine, GetEngine, tokens_of
+from tests.engine.drafters import TARGET, drafting, started
 from tests.engine.masked import Reference, Trajectory
 from tests.engine.masked_requests import RULES, VOCABULARY, make, params_of, served
 from tests.engine.one_step import is_best_guess, random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import noisy_model
-from tests.engine.test_drafters import TARGET, chat_prompts
-from tests.engine.test_drafters import engine as with_drafter
+from tests.engine.test_drafters import chat_prompts
 from vllm_dllm.tools.drafter.reference import load_target
 
 pytestmark = pytest.mark.numerics
@@ -84,6 +83,14 @@ def test_mixed_batch_is_answered_as_by_merged_checkpoints(
         model.llm.llm_engine.add_lora(LoRARequest("head", 9, str(path / "head")))
 
 
+def answers(
+    model: Engine, prompt: list[int], adapters: list[LoRARequest], max_tokens: tuple[int, ...]
+) -> list[list[int]]:
+    """One with each of the adapters, at once."""
+    params = [params_of(RULES["static"], most, 0) for most in max_tokens]
+    return list(map(tokens_of, model.ask([prompt] * len(params), params, lora_request=adapters)))
+
+
 @pytest.mark.parametrize(
     ("prompt_length", "max_tokens"),
     [
@@ -104,18 +111,10 @@ def test_no_step_has_more_adapters_than_fit(
         make_adapter(path / f"ad{i}", path, LAYERS["SDAR"].split(), i, RANK)
     adapters = [LoRARequest(f"ad{i}", i + 1, str(path / f"ad{i}")) for i in range(3)]
     lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "max_cpu_loras": 3}
-    llm = engine(path, async_scheduling=True, **lora).llm
-    prompt = {"prompt_token_ids": random_ids(prompt_length, VOCABULARY, 0)}
-
-    def answers(requests: slice) -> list[list[int]]:
-        params = [params_of(RULES["static"], most, 0) for most in max_tokens[requests]]
-        outputs = llm.generate(
-            [prompt] * len(params), params, lora_request=adapters[requests], use_tqdm=False
-        )
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    alone = [*answers(slice(0, 1)), *answers(slice(1, 2)), *answers(slice(2, 3))]
-    assert answers(slice(3)) == alone
+    model = engine(path, async_scheduling=True, **lora)
+    prompt = random_ids(prompt_length, VOCABULARY, 0)
+    alone = [answers(model, prompt, adapters[i : i + 1], max_tokens[i : i + 1]) for i in range(3)]
+    assert answers(model, prompt, adapters, max_tokens) == [tokens for (tokens,) in alone]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -128,18 +127,11 @@ def test_an_adapter_that_is_loaded_anew(engine: GetEngine, tmp_path: Path, in_pl
         LoRARequest("ad", 1 if in_place else i + 1, str(path / f"ad{i}"), load_inplace=in_place)
         for i in range(2)
     )
-    llm = engine(path, enable_lora=True, max_lora_rank=RANK, max_loras=2).llm
-    prompt = {"prompt_token_ids": random_ids(6, VOCABULARY, 0)}
-
-    def answers(*adapters: LoRARequest) -> list[list[int]]:
-        params = [params_of(RULES["static"], 24, 0)] * len(adapters)
-        outputs = llm.generate(
-            [prompt] * len(adapters), params, lora_request=list(adapters), use_tqdm=False
-        )
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    together = answers(old, new, old)  # first: vLLM's worker has loaded neither
-    (from_old,), (from_new,) = answers(old), answers(new)
+    model = engine(path, enable_lora=True, max_lora_rank=RANK, max_loras=2)
+    prompt = random_ids(6, VOCABULARY, 0)
+    # Together first: vLLM's worker has loaded neither.
+    together = answers(model, prompt, [old, new, old], (24, 24, 24))
+    ((from_old,), (from_new,)) = (answers(model, prompt, [each], (24,)) for each in (old, new))
     assert from_old != from_new
     assert together == [from_old, from_new, from_old]
 
@@ -164,9 +156,9 @@ def test_drafted_answers_are_those_of_merged_targets(tmp_path: Path) -> None:
     adapters = [None, *(LoRARequest(f"ad{i}", i + 1, str(tmp_path / f"ad{i}")) for i in range(2))]
     asked = [(prompt, which) for prompt in chat_prompts()[:4] for which in range(len(adapters))]
     lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
-    with started(with_drafter(**lora)) as llm:
+    with started(drafting(**lora)) as llm:
         outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in asked],
+            [prompt for prompt, _ in asked],
             SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=1),
             lora_request=[adapters[which] for _, which in asked],
             use_tqdm=False,

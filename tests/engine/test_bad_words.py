@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from tests.engine.conftest import GetEngine
 from tests.engine.masked import Rule
-from tests.engine.masked_requests import GetEngine, GetMade, generate, params_of, prompts_of
+from tests.engine.masked_requests import GetMade, generate, params_of, prompts_of
 
 OFTEN = [7, 40, 41, 95]
 WORDS = [[40, 7], [40, 40], [40, 41], [41, 7], [41, 40], [41, 41]]
@@ -27,10 +28,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("family", RULES)
 def test_bad_words_are_never_spelled(
-    engine: GetEngine, made: GetMade, asynchronous: None, family: str, is_ahead: bool
+    engine: GetEngine, made: GetMade, family: str, is_ahead: bool
 ) -> None:
     checkpoint, decode = made(family, 8)
     settings = {"blocks_in_flight": 2} if family == "SDAR" else {}

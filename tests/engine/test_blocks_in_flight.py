@@ -10,13 +10,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
 from tests.engine.blocks_in_flight import fly
-from tests.engine.conftest import Engine
-from tests.engine.masked import Rule, Trajectory
+from tests.engine.conftest import Engine, GetEngine
+from tests.engine.masked import Rule
 from tests.engine.masked_requests import (
-    GetEngine,
     GetMade,
-    assert_as_alone,
-    each_alone,
     generate,
     params_of,
     prompts_of,
@@ -41,22 +38,9 @@ def in_flight(engine: GetEngine) -> GetEngine:
     return start
 
 
-@pytest.fixture(params=["in turn", "ahead"])
-def scheduling(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options of an engine that schedules a step after or before the last one's tokens are
-    known."""
-    if request.param == "ahead":
-        request.getfixturevalue("asynchronous")
-    return {"async_scheduling": request.param == "ahead"}
-
-
 @pytest.mark.parametrize(("family", "num_prompts"), [("SDAR", 20), ("LLaDA2", 10)])
 def test_decisions(
-    in_flight: GetEngine,
-    made: GetMade,
-    scheduling: dict[str, Any],
-    family: str,
-    num_prompts: int,
+    in_flight: GetEngine, made: GetMade, is_ahead: bool, family: str, num_prompts: int
 ) -> None:
     """Prompts that end anywhere in a canvas, in parts, beside each other; with and without a
     temperature, a stop token, few tokens to come, and fewer blocks than the server's."""
@@ -74,7 +58,9 @@ def test_decisions(
         if most is not None:
             params[-1].extra_args["diffusion_blocks_in_flight"] = most
         asked.append((prompt, max_tokens, rule, seed, stop, most))
-    model = in_flight(checkpoint, block_size=32, max_num_batched_tokens=64, **scheduling)
+    model = in_flight(
+        checkpoint, block_size=32, max_num_batched_tokens=64, async_scheduling=is_ahead
+    )
     found = generate(model, prompts, params)
     same = total = num_ahead = num_stopped = 0
     for ours, one in zip(found, asked, strict=True):
@@ -90,31 +76,6 @@ def test_decisions(
     assert num_ahead > 5 * num_prompts and num_stopped > num_prompts / 4
 
 
-@pytest.fixture(scope="module")
-def alone(in_flight: GetEngine, made: GetMade) -> list[Trajectory]:
-    return each_alone(in_flight, made("SDAR", 4).checkpoint, "SDAR")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"max_num_batched_tokens": 23}, id="chunked"),
-        pytest.param(
-            {"num_gpu_blocks_override": 22, "block_size": 32, "max_model_len": 416}, id="preempted"
-        ),
-    ],
-)
-def test_neighbours(
-    in_flight: GetEngine,
-    made: GetMade,
-    alone: list[Trajectory],
-    scheduling: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    checkpoint = made("SDAR", 4).checkpoint
-    assert_as_alone(in_flight, checkpoint, "SDAR", alone, {**scheduling, **options})
-
-
 def test_answers_keep_their_form(in_flight: GetEngine, made: GetMade) -> None:
     form = "[a-z]{3}( [a-z]{2})*"
     params = [
@@ -124,8 +85,7 @@ def test_answers_keep_their_form(in_flight: GetEngine, made: GetMade) -> None:
     model = in_flight(made("SDAR", 4).checkpoint, block_size=32)
     for one in params:
         one.ignore_eos = False
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts_of(4)]
     tokenizer = model.llm.get_tokenizer()
-    for output in model.llm.generate(inputs, params, use_tqdm=False):
+    for output in model.ask(prompts_of(4), params):
         text = tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
         assert re.fullmatch(form, text), text

@@ -60,7 +60,7 @@ def test_a_gemma_target_scales_its_drafters_embeddings(gemma_pair: tuple[Path, P
         propose = speculator.propose
         speculator.propose = lambda *a, **k: drafts.append(propose(*a, **k).clone()) or drafts[-1]
         sampling = {"temperature": 0.0, "max_tokens": 20}
-        answers = ask(llm, {"prompts": prompts, "sampling": sampling})["tokens"]
+        answers = ask(llm, prompts, sampling).tokens
     target, drafter = load_target(path, "cpu"), load_drafter(drafter_path)
     for prompt, answer, row in zip(prompts, answers, drafts[0].tolist(), strict=True):
         tokens = torch.tensor([prompt + answer[:1] + row])

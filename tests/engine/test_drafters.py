@@ -14,11 +14,22 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests import tolerances
-from tests.engine.conftest import chat_tokens
-from tests.engine.drafters import DRAFTER, TARGET, Recorder, ask, make_dflash2, serve, started
+from tests.engine.conftest import HELD_OUT, chat_tokens
+from tests.engine.drafters import (
+    ALONE,
+    DRAFTER,
+    TARGET,
+    WIDTH,
+    Recorder,
+    Served,
+    ask,
+    drafting,
+    make_dflash2,
+    serve,
+    started,
+)
 from tests.engine.one_step import is_best_guess
 from tests.engine.rounding import add_noise
-from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import version
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
 from vllm_dllm.tools.drafter.offline import Replayed, replay
@@ -26,7 +37,6 @@ from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
-WIDTH = 15
 BLOCK_SIZE = 128  # tokens of vLLM's cache blocks on CPUs
 GREEDY = {"temperature": 0.0, "max_tokens": 128}
 
@@ -34,40 +44,23 @@ GREEDY = {"temperature": 0.0, "max_tokens": 128}
 def chat_prompts() -> list[list[int]]:
     """The held-out prompts, all 506 of them."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    rows = map(json.loads, (CHECKPOINTS / "held_out.jsonl").read_text().splitlines())
-    return [chat_tokens(tokenizer, row["messages"]) for row in rows]
-
-
-def engine(drafter: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Options of an engine; `drafter` are our settings."""
-    speculative = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": WIDTH}
-    speculative |= options.pop("speculative", {})
-    found = {"model": str(TARGET), "max_model_len": 1024, "speculative_config": speculative}
-    if drafter is not None:
-        found["additional_config"] = {"vllm_dllm": {"drafter": drafter}}
-    return found | options
-
-
-ALONE = {"model": str(TARGET), "max_model_len": 1024}
+    return [chat_tokens(tokenizer, row["messages"]) for row in HELD_OUT]
 
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
     """All held-out prompts: the target alone, and drafted for."""
     prompts = chat_prompts()
-    given = {"prompts": prompts, "sampling": GREEDY}
-    alone, drafted = serve({"engine": ALONE, **given}), serve({"engine": engine(), **given})
+    alone, drafted = (serve(options, prompts, GREEDY) for options in (ALONE, drafting()))
     return {"prompts": prompts, "alone": alone, "drafted": drafted}
 
 
 @torch.no_grad()
-def require_same_answers(
-    prompts: list[list[int]], served: dict[str, Any], alone: dict[str, Any]
-) -> None:
+def require_same_answers(prompts: list[list[int]], served: Served, alone: Served) -> None:
     """But behind a token beside which the target finds another as probable, within rounding."""
     target = load_target(TARGET, "cpu")
     num_parted = 0
-    for prompt, one, other in zip(prompts, served["tokens"], alone["tokens"], strict=True):
+    for prompt, one, other in zip(prompts, served.tokens, alone.tokens, strict=True):
         if one == other:
             continue
         step = next(i for i, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1)
@@ -85,7 +78,7 @@ def test_same_answers_as_the_target_alone(everything: dict[str, Any]) -> None:
 
 def test_acceptance_length(everything: dict[str, Any]) -> None:
     """tau of the shipped drafter, which each verification's length has a share in."""
-    emitted = [n for lengths in everything["drafted"]["emitted"] for n in lengths]
+    emitted = [n for lengths in everything["drafted"].emitted for n in lengths]
     assert sum(emitted) / len(emitted) >= 4
 
 
@@ -110,10 +103,10 @@ def replay_with_noise(
 def test_each_verification_emits_what_the_reference_says(everything: dict[str, Any]) -> None:
     """Lengths follow from where each block starts: behind what was accepted, not drafted."""
     some = slice(0, None, 7)
-    prompts, answers = everything["prompts"][some], everything["drafted"]["tokens"][some]
+    prompts, answers = everything["prompts"][some], everything["drafted"].tokens[some]
     compared = 0
     for emitted, (expected, undecided) in zip(
-        everything["drafted"]["emitted"][some], replay_with_noise(prompts, answers), strict=True
+        everything["drafted"].emitted[some], replay_with_noise(prompts, answers), strict=True
     ):
         lengths = expected.emitted_lengths(WIDTH)
         if undecided & set(accumulate(lengths[:-1], initial=0)):
@@ -137,45 +130,44 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BLOCKPILOT = {"width_policy": "blockpilot"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fixed": engine({"width": 5}),
-    "asynchronous": engine({"width_policy": "acceptance"}, async_scheduling=True),
-    "acceptance": engine({"width_policy": "acceptance", "narrow_draft": True}),
-    "load": engine({"width_policy": "load", "load_rows": 40}),
-    "no room for drafts": engine({"width_policy": "load", "load_rows": 1}),
-    "blockpilot": engine(BLOCKPILOT),
-    "short contexts": engine({"max_context": 60}),
-    "window": engine({"draft_window": 32}),
-    "steps": engine({"draft_steps": 3, "schedule": "linear"}),
-    "probabilistic": engine(speculative={"draft_sample_method": "probabilistic"}),
-    "prefix caching off": engine(enable_prefix_caching=False),
-    "wider than trained": engine(speculative={"num_speculative_tokens": WIDTH + 2}),
-    "by batch size": engine(
+    "fixed": drafting({"width": 5}),
+    "asynchronous": drafting({"width_policy": "acceptance"}, async_scheduling=True),
+    "acceptance": drafting({"width_policy": "acceptance", "narrow_draft": True}),
+    "load": drafting({"width_policy": "load", "load_rows": 40}),
+    "no room for drafts": drafting({"width_policy": "load", "load_rows": 1}),
+    "blockpilot": drafting(BLOCKPILOT),
+    "short contexts": drafting({"max_context": 60}),
+    "window": drafting({"draft_window": 32}),
+    "steps": drafting({"draft_steps": 3, "schedule": "linear"}),
+    "probabilistic": drafting(speculative={"draft_sample_method": "probabilistic"}),
+    "prefix caching off": drafting(enable_prefix_caching=False),
+    "wider than trained": drafting(speculative={"num_speculative_tokens": WIDTH + 2}),
+    "by batch size": drafting(
         speculative={"num_speculative_tokens_per_batch_size": [[1, 8, 9], [9, 16, 2]]}
     ),
 }
 
 
 @pytest.fixture(scope="module")
-def by_setting(predictor: Path) -> dict[str, Any]:
+def by_setting(predictor: Path) -> dict[str, Served]:
     BLOCKPILOT["predictor"] = str(predictor)
-    given = {"prompts": chat_prompts()[::21], "sampling": GREEDY}
-    settings = SETTINGS | {"alone": ALONE}
-    return {name: serve({"engine": options, **given}) for name, options in settings.items()}
+    prompts, settings = chat_prompts()[::21], SETTINGS | {"alone": ALONE}
+    return {name: serve(options, prompts, GREEDY) for name, options in settings.items()}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_no_setting_changes_an_answer(by_setting: dict[str, Any], setting: str) -> None:
+def test_no_setting_changes_an_answer(by_setting: dict[str, Served], setting: str) -> None:
     require_same_answers(chat_prompts()[::21], by_setting[setting], by_setting["alone"])
 
 
-def require_reference_lengths(served: dict[str, Any], prompts: list[list[int]]) -> None:
+def require_reference_lengths(served: Served, prompts: list[list[int]]) -> None:
     """Each verification emits what the reference says of a draft behind that token, whatever the
     requests have been through."""
     compared = in_all = 0
     for (one, undecided), emitted, verified in zip(
-        replay_with_noise(prompts, served["tokens"]),
-        served["emitted"],
-        served["verified"],
+        replay_with_noise(prompts, served.tokens),
+        served.emitted,
+        served.verified,
         strict=True,
     ):
         for length, (anchor, num_drafts) in zip(emitted, verified, strict=True):
@@ -191,26 +183,26 @@ def require_reference_lengths(served: dict[str, Any], prompts: list[list[int]]) 
 
 @pytest.mark.parametrize("setting", ["asynchronous", "load", "short contexts"])
 def test_each_verification_with_a_setting_emits_what_the_reference_says(
-    by_setting: dict[str, Any], setting: str
+    by_setting: dict[str, Served], setting: str
 ) -> None:
     require_reference_lengths(by_setting[setting], chat_prompts()[::21])
 
 
-def test_asynchronous_is_asynchronous(by_setting: dict[str, Any]) -> None:
-    assert by_setting["asynchronous"]["asynchronous"]
-    assert not by_setting["fixed"]["asynchronous"]
+def test_asynchronous_is_asynchronous(by_setting: dict[str, Served]) -> None:
+    assert by_setting["asynchronous"].is_asynchronous
+    assert not by_setting["fixed"].is_asynchronous
 
 
-def test_vllm_keeps_no_more_than_the_drafters_window(by_setting: dict[str, Any]) -> None:
+def test_vllm_keeps_no_more_than_the_drafters_window(by_setting: dict[str, Served]) -> None:
     """Its cache manager frees the blocks behind a sliding window, of the drafter's group alone."""
-    assert set(by_setting["fixed"]["windows"]) == {None}
-    windows = by_setting["window"]["windows"]  # vLLM splits the target's layers into groups, too
+    assert set(by_setting["fixed"].windows) == {None}
+    windows = by_setting["window"].windows  # vLLM splits the target's layers into groups, too
     assert windows.count(32) == 1 and set(windows) == {None, 32}
 
 
-def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
+def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Served]) -> None:
     lengths = {
-        setting: [n for emitted in by_setting[setting]["emitted"] for n in emitted]
+        setting: [n for emitted in by_setting[setting].emitted for n in emitted]
         for setting in SETTINGS
     }
     assert max(lengths["fixed"]) == 6
@@ -219,14 +211,14 @@ def test_no_more_is_accepted_than_the_width(by_setting: dict[str, Any]) -> None:
     assert lengths["no room for drafts"] == []
     # The predictor chooses blocks of 4, 9 and 16; the widest holds until it has spoken.
     assert lengths["blockpilot"] and max(lengths["blockpilot"]) <= 16
-    verified = by_setting["by batch size"]["verified"]
+    verified = by_setting["by batch size"].verified
     assert verified[0][0][1] == 2
     assert max(width for request in verified for _, width in request) == 9
 
 
-def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Any]) -> None:
+def test_long_contexts_are_not_drafted_for(by_setting: dict[str, Served]) -> None:
     prompts = chat_prompts()[::21]
-    emitted = by_setting["short contexts"]["emitted"]
+    emitted = by_setting["short contexts"].emitted
     long = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) > 60]
     short = [lengths for prompt, lengths in zip(prompts, emitted, strict=True) if len(prompt) < 30]
     assert long and not any(long)
@@ -237,16 +229,15 @@ def test_drafting_is_taken_up_again_as_if_it_had_never_stopped() -> None:
     """Nothing is drafted while the batch is full. What the drafter then sees of the requests that
     are left has been stored meanwhile, much of it later than it was computed."""
     prompts = sorted(chat_prompts(), key=len)[:480:15]
-    options = engine({"width_policy": "load", "load_rows": 40}, max_num_seqs=len(prompts))
+    options = drafting({"width_policy": "load", "load_rows": 40}, max_num_seqs=len(prompts))
     sampling = [
         GREEDY | {"ignore_eos": True, "max_tokens": 80 if i % 4 == 0 else 40}
         for i in range(len(prompts))
     ]
-    given = {"prompts": prompts, "sampling": sampling}
-    served = serve({"engine": options, **given})
+    served = serve(options, prompts, sampling)
     breaks = [
         after - before
-        for verified in served["verified"]
+        for verified in served.verified
         for (before, _), (after, _) in pairwise([(0, 0), *verified])
     ]
     assert sum(tokens > WIDTH + 1 for tokens in breaks) >= 5
@@ -261,11 +252,10 @@ def test_what_is_too_long_leaves_a_cache_that_others_can_draft_from() -> None:
     found = blocks if version.is_at_least("0.33") else BLOCK_SIZE
     short = next(prompt for prompt in chat_prompts() if blocks < len(prompt) < blocks + 40)
     long = short[:-8] + short[:80]
-    options = engine({"max_context": blocks + 70}, max_num_seqs=1)
-    given = {"prompts": [long, short], "sampling": GREEDY | {"max_tokens": 24}}
-    served = serve({"engine": options, **given})
-    assert not served["emitted"][0] and served["cached"] == [0, found]
-    assert max(served["emitted"][1]) > 3
+    options = drafting({"max_context": blocks + 70}, max_num_seqs=1)
+    served = serve(options, [long, short], GREEDY | {"max_tokens": 24})
+    assert not served.emitted[0] and served.cached == [0, found]
+    assert max(served.emitted[1]) > 3
     require_reference_lengths(served, [long, short])
 
 
@@ -273,14 +263,12 @@ def test_placeholders_that_fill_rows_are_not_taken_for_drafts() -> None:
     """vLLM gives a prompt of one token that comes beside running requests as many rows as those
     would have with drafts. Here there is no room for any."""
     lengths = (40, 2, 10)  # the third prompt comes when the second is answered
-    given = {
-        "prompts": [*chat_prompts()[:2], chat_prompts()[0][:1]],
-        "sampling": [GREEDY | {"ignore_eos": True, "max_tokens": length} for length in lengths],
-    }
-    options = engine({"width_policy": "load", "load_rows": 1}, max_num_seqs=2)
-    served = serve({"engine": options, **given})
-    assert served["verified"] == [[], [], []]
-    require_same_answers(given["prompts"], served, serve({"engine": ALONE, **given}))
+    prompts = [*chat_prompts()[:2], chat_prompts()[0][:1]]
+    sampling = [GREEDY | {"ignore_eos": True, "max_tokens": length} for length in lengths]
+    options = drafting({"width_policy": "load", "load_rows": 1}, max_num_seqs=2)
+    served = serve(options, prompts, sampling)
+    assert served.verified == [[], [], []]
+    require_same_answers(prompts, served, serve(ALONE, prompts, sampling))
 
 
 def test_tokens_are_drawn_from_the_targets_distribution() -> None:
@@ -288,16 +276,15 @@ def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     of right ones are uniform."""
     prompts = chat_prompts()[::2] * 3
     sampling = {"temperature": 1.5, "max_tokens": 28, "ignore_eos": True}
-    given = {"prompts": prompts, "sampling": sampling}
-    options = engine(speculative={"draft_sample_method": "probabilistic"})
-    served = serve({"engine": options, **given})
-    emitted = [n for lengths in served["emitted"] for n in lengths]
+    options = drafting(speculative={"draft_sample_method": "probabilistic"})
+    served = serve(options, prompts, sampling)
+    emitted = [n for lengths in served.emitted for n in lengths]
     assert 1.2 < sum(emitted) / len(emitted) < 10, "some drafts are accepted, and some refused"
 
     target = load_target(TARGET, "cpu")
     generator = torch.Generator().manual_seed(0)
     places = []
-    for prompt, answer in zip(prompts, served["tokens"], strict=True):
+    for prompt, answer in zip(prompts, served.tokens, strict=True):
         tokens = torch.tensor([prompt + answer])
         with torch.no_grad():
             logits = target.model(tokens).logits[0, len(prompt) - 1 : -1].double()
@@ -337,10 +324,9 @@ def test_named_tokens_are_scored_beside_drafts(
     ]
     asked = [wanted[i % len(wanted)] for i in range(len(prompts))]
     params = [SamplingParams(temperature=0, ignore_eos=True, **each) for each in asked]
-    with started(engine(logprobs_mode=mode, max_num_seqs=5, **options)) as llm:
+    with started(drafting(logprobs_mode=mode, max_num_seqs=5, **options)) as llm:
         recorder = Recorder(llm)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         assert max(max(lengths) for lengths in recorder.emitted.values()) > 4
     target = load_target(TARGET, "cpu")
     for prompt, each, output in zip(prompts, asked, outputs, strict=True):
@@ -364,14 +350,14 @@ def test_named_tokens_are_scored_beside_drafts(
 def test_dummy_weights_and_weight_updates() -> None:
     """Dummy weights are answered with. A trainer's are refused, since CPU kernels have packed the
     old ones: vLLM would take the old ones away first, and every later step would fail."""
-    asked = {"prompts": chat_prompts()[:2], "sampling": GREEDY | {"ignore_eos": True}}
-    with started(engine(load_format="dummy", weight_transfer_config={"backend": "ipc"})) as llm:
-        before = ask(llm, asked)["tokens"]
+    asked = chat_prompts()[:2], GREEDY | {"ignore_eos": True}
+    with started(drafting(load_format="dummy", weight_transfer_config={"backend": "ipc"})) as llm:
+        before = ask(llm, *asked).tokens
         assert [len(answer) for answer in before] == [128, 128]
         for begin in (llm.start_weight_update, llm.start_draft_weight_update):
             with pytest.raises(ValueError, match="cannot be reloaded on CPUs"):
                 begin()
-        assert ask(llm, asked)["tokens"] == before
+        assert ask(llm, *asked).tokens == before
 
 
 @pytest.mark.parametrize(
@@ -394,9 +380,8 @@ def test_a_drafter_of_no_numbers_drafts_nothing(tmp_path: Path, architecture: st
         for i in range(len(prompts))
     ]
     speculative = {"model": str(path), "draft_sample_method": "probabilistic"}
-    with started(engine(speculative=speculative)) as llm:
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
+    with started(drafting(speculative=speculative)) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     target = load_target(TARGET, "cpu")
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         answer = list(output.outputs[0].token_ids)

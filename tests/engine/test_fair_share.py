@@ -1,14 +1,12 @@
 """An HTTP request of many answers leaves room in each step, and its answers do not change."""
 
-from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine, GetTiny
 from tests.engine.one_step import FEW_STEPS, random_ids
 from vllm_dllm.requests import limits
 from vllm_dllm.requests.limits import begin_http_request
@@ -24,25 +22,19 @@ def params(n: int, **options: Any) -> SamplingParams:
     )
 
 
-@pytest.fixture(params=[False, True], ids=["waiting", "asynchronous"])
+@pytest.fixture
 def served(
-    request: pytest.FixtureRequest,
-    tiny: Callable[[int], Path],
-    engine: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Engine]:
+    engine: GetEngine, tiny: GetTiny, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> Engine:
     monkeypatch.setattr(limits, "_http_request", ContextVar("of this test", default=None))
     monkeypatch.setattr(fair_share, "REMEMBERED_STEPS", 2)  # its answers take few steps
-    options = {"async_scheduling": True} if request.param else {}
-    if request.param:
-        request.getfixturevalue("asynchronous")
-    yield engine(tiny(16), {"limits": {"canvases": CANVASES}}, max_num_seqs=2 * PLACES, **options)
+    options = {"async_scheduling": is_ahead, "max_num_seqs": 2 * PLACES}
+    return engine(tiny(16), {"limits": {"canvases": CANVASES}}, **options)
 
 
 def steps_and_answers(served: Engine, late: bool) -> tuple[list[list[str]], dict[str, list[Any]]]:
     """Which requests each step holds, and the tokens of all answers."""
-    core, done = served.llm.llm_engine, {}
-    scheduler = core.engine_core.engine_core.scheduler
+    core, scheduler, done = served.llm.llm_engine, served.scheduler, {}
     steps, stock_schedule = [], scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 behind contexts of up to 64k tokens. Six minutes of a core, and 19 GiB. Where there is a GPU, both
 run there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from checkpoints.recipes.tiny import randomize_weights
 from checkpoints.recipes.tokenizer import build_tokenizer
 from tests import tolerances
 from tests.engine import known_context
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine
 from tests.engine.one_step import random_ids, read_one_step
 
 pytestmark = [pytest.mark.numerics, pytest.mark.thorough]
@@ -132,7 +132,7 @@ def computed(served: Engine, length: int) -> tuple[torch.Tensor, Step]:
     return tokens, Step(log_probs, list(noted.values()))
 
 
-def test_one_step(checkpoint: Path, engine: Callable[..., Engine]) -> None:
+def test_one_step(checkpoint: Path, engine: GetEngine) -> None:
     """Of the rows that all send to the same experts: off by what rounding to bf16 allows, and no
     more than transformers in bf16 is. Rounding decides where scores of experts are close."""
     exact, rounded = (expected(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -107,7 +107,7 @@ def answers_of(engine: Engine, params: list[SamplingParams]) -> list[Answer]:
         {"prompt_token_ids": random_ids(CONTEXT - 3 * CANVAS - 10 + i, 512, seed=i)}
         for i in range(len(params))
     ]
-    return list(map(answer_of, engine.llm.generate(prompts, params, use_tqdm=False)))
+    return list(map(answer_of, engine.ask(prompts, params)))
 
 
 @pytest.mark.parametrize("length", LENGTHS)

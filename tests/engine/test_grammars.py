@@ -90,11 +90,28 @@ def ask(served: Engine, params: Sequence[SamplingParams]) -> list[RequestOutput]
     return chat(served, [ODD] * len(params), [*params])
 
 
-def answer_in(served: Engine, token_ids: Sequence[int]) -> str:
-    """What comes before the token that ends it, if there is room for one."""
-    tokens = list(token_ids)
+def text_of(served: Engine, output: RequestOutput, index: int = 0) -> str:
+    """What comes before the token that ends it. Not `text`, which begins with the prompt where that
+    ends amid a character. An answer that vLLM's own grammar rejects would end with an error."""
+    answer = output.outputs[index]
+    assert answer.finish_reason in ("stop", "length")
+    tokens = list(answer.token_ids)
     end = tokens.index(EOS) if EOS in tokens else len(tokens)
     return served.llm.get_tokenizer().decode(tokens[:end])
+
+
+def check_person(served: Engine, options: dict[str, Any], output: RequestOutput) -> None:
+    """Whatever else the request asked for."""
+    for index, answer in enumerate(output.outputs):
+        is_person(text_of(served, output, index))
+        tokens = list(answer.token_ids)
+        for word in options.get("bad_words", ()):
+            spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
+            assert spelt not in [tokens[i : i + len(spelt)] for i in range(len(tokens))]
+        if "logprobs" in options:
+            assert len(answer.logprobs) == len(tokens)
+        if "max_tokens" in options:  # it goes on behind its end
+            assert len(tokens) == options["max_tokens"]
 
 
 two_seeds = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -104,8 +121,7 @@ two_seeds = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mar
 def test_every_kind_is_kept(served: Engine, seed: int) -> None:
     outputs = ask(served, [of_kind(kind, seed=seed) for kind in KINDS])
     for (_, check), output in zip(KINDS.values(), outputs, strict=True):
-        assert output.outputs[0].finish_reason in ("stop", "length")
-        check(output.outputs[0].text)
+        check(text_of(served, output))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -126,24 +142,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "log-probabilities": {"logprobs": 2},
     "to go on": {"ignore_eos": True, "max_tokens": 130},
 }
-FREE_BEHIND_THE_END = {"read only", "to go on"}
 
 
 @two_seeds
 def test_beside_other_parameters(served: Engine, seed: int) -> None:
     asked = [of_kind("json", **{"seed": seed, **options}) for options in SETTINGS.values()]
-    for (name, options), request in zip(SETTINGS.items(), ask(served, asked), strict=True):
-        for output in request.outputs:
-            text, found = output.text, list(output.token_ids)
-            if name in FREE_BEHIND_THE_END:
-                text = answer_in(served, found)
-                assert len(found) == options["max_tokens"]
-            is_person(text)
-            for word in options.get("bad_words", ()):
-                spelt = served.llm.get_tokenizer().encode(word, add_special_tokens=False)
-                assert spelt not in [found[i : i + len(spelt)] for i in range(len(found))]
-            if name == "log-probabilities":
-                assert len(output.logprobs) == len(found)
+    for options, output in zip(SETTINGS.values(), ask(served, asked), strict=True):
+        check_person(served, options, output)
 
 
 def test_an_answer_fits_its_tokens(served: Engine) -> None:
@@ -154,11 +159,6 @@ def test_an_answer_fits_its_tokens(served: Engine) -> None:
         is_person(output.outputs[0].text)
     with pytest.raises(VLLMValidationError, match=r"max_tokens must be at least 8 .* got 7"):
         ask(served, [of_kind("json", max_tokens=7)])
-
-
-def json_prompts() -> list[dict[str, Any]]:
-    rows = map(json.loads, HELD_OUT.read_text().splitlines())
-    return [row for row in rows if row["task"] == "write_json"][:24]
 
 
 @pytest.mark.numerics
@@ -172,7 +172,7 @@ def test_a_block_that_breaks_the_form_ends_the_answer(
 
 
 def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> None:
-    rows = json_prompts()
+    rows = [row for row in HELD_OUT if row["task"] == "write_json"][:24]
     prompts = [row["messages"] for row in rows]
     free = [SamplingParams(max_tokens=64, seed=i) for i in range(len(rows))]
     held = [
@@ -194,7 +194,6 @@ def test_json_that_the_model_writes_anyway_is_not_changed(served: Engine) -> Non
 
 
 def test_random_weights_answer_in_every_form(engine: GetEngine, tiny: GetTiny) -> None:
-    """Answers that vLLM's own grammar rejects would end with an error."""
     served = engine(tiny(32), **OPTIONS)
     params = [
         SamplingParams(
@@ -205,9 +204,7 @@ def test_random_weights_answer_in_every_form(engine: GetEngine, tiny: GetTiny) -
         )
         for i, schema in enumerate(SCHEMAS.values())
     ]
-    prompts = [{"prompt_token_ids": random_ids(7, 490, i)} for i in range(len(params))]
-    outputs = served.llm.generate(prompts, params, use_tqdm=False)
+    prompts = [random_ids(7, 490, i) for i in range(len(params))]
+    outputs = served.ask(prompts, params)
     for schema, output in zip(SCHEMAS.values(), outputs, strict=True):
-        assert output.outputs[0].finish_reason in ("stop", "length")
-        # Not `text`, which begins with the prompt where that ends amid a character.
-        jsonschema.validate(json.loads(answer_in(served, output.outputs[0].token_ids)), schema)
+        jsonschema.validate(json.loads(text_of(served, output)), schema)

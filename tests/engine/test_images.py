@@ -3,8 +3,10 @@ whole trajectories, whatever the batch and the caches do."""
 
 import math
 import random
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,19 +17,32 @@ from vllm.exceptions import VLLMValidationError
 from checkpoints.recipes.images.seeing import save_seeing, start_seeing
 from checkpoints.recipes.images.tasks import IMAGE_TASKS, generate_image
 from checkpoints.recipes.tiny import IMAGE_TOKENS
-from checkpoints.recipes.tokenizer import IMAGE_ID, build_tokenizer
+from checkpoints.recipes.tokenizer import IMAGE_ID, VIDEO_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import Engine, GetEngine, GetTiny, cached_tokens, preemptions
-from tests.engine.images import random_image, random_prompt, random_prompt_with_videos
+from tests.engine.conftest import (
+    Engine,
+    GetEngine,
+    GetTiny,
+    cached_tokens,
+    preemptions,
+    tokens_of,
+)
+from tests.engine.images import (
+    random_image,
+    random_prompt,
+    random_prompt_with_videos,
+    random_video,
+)
 from tests.engine.one_step import (
     CACHED,
     CHUNK,
     FEW_STEPS,
     PREFILLS,
     Prompt,
+    assert_equal,
     assert_equal_to_reference,
-    engine_input,
+    first_steps,
     random_ids,
     read_one_step,
 )
@@ -73,6 +88,29 @@ def prompts_with_videos(path: Path, window: int) -> list[Prompt]:
     return [random_prompt_with_videos(path, part, seed=i) for i, part in enumerate(parts)]
 
 
+class Asked(NamedTuple):
+    prompts: list[Prompt]
+    canvases: list[list[int]]
+    expected: list[torch.Tensor]  # transformers' first step
+
+
+@pytest.fixture(scope="module")
+def asked(seeing: GetTiny) -> Callable[[int], Asked]:
+    """By the window."""
+
+    @cache
+    def get(window: int) -> Asked:
+        path = seeing(window)
+        pictures, videos = prompts_with_images(path, window), prompts_with_videos(path, window)
+        # Of videos not from 0: with 4, a token of the fifth is at a tie of two experts, where the
+        # reference moves by 2 when its pixels move by a millionth.
+        seeds = (*range(len(pictures)), *range(20, 20 + len(videos)))
+        prompts, canvases = pictures + videos, [random_ids(CANVAS, 512, seed) for seed in seeds]
+        return Asked(prompts, canvases, first_steps(reference.load(path), prompts, canvases))
+
+    return get
+
+
 @pytest.mark.parametrize(
     ("window", "setting"),
     [
@@ -85,23 +123,23 @@ def prompts_with_videos(path: Path, window: int) -> list[Prompt]:
         ),
     ],
 )
-def test_one_step(engine: GetEngine, seeing: GetTiny, window: int, setting: str) -> None:
-    path = seeing(window)
-    served, model = engine(path, **PREFILLS[setting]), reference.load(path)
-    pictures, videos = prompts_with_images(path, window), prompts_with_videos(path, window)
-    # Of videos not from 0: with 4, a token of the fifth is at a tie of two experts, where the
-    # reference moves by 2 when its pixels move by a millionth.
-    seeds = (*range(len(pictures)), *range(20, 20 + len(videos)))
-    prompts, canvases = pictures + videos, [random_ids(CANVAS, 512, seed) for seed in seeds]
-    for prompt, canvas in zip(prompts, canvases, strict=True):  # each alone
-        read = read_one_step(served, [prompt], [canvas])
-        assert_equal_to_reference(model, [prompt], [canvas], read)
+def test_one_step(
+    engine: GetEngine,
+    seeing: GetTiny,
+    asked: Callable[[int], Asked],
+    window: int,
+    setting: str,
+) -> None:
+    path, (prompts, canvases, expected) = seeing(window), asked(window)
+    served = engine(path, **PREFILLS[setting])
+    for prompt, canvas, right in zip(prompts, canvases, expected, strict=True):  # each alone
+        assert_equal([right], read_one_step(served, [prompt], [canvas]))
     neighbours: list[Prompt] = [random_ids(40 + 100 * i, 497, seed=100 + i) for i in range(3)]
     neighbours.append(random_prompt(path, [20, 30], seed=7))
     neighbours.append(random_prompt_with_videos(path, [20, "2 frames", 30], seed=7))
     is_cached = served.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
     read = read_one_step(served, prompts, canvases, neighbours, from_cache=is_cached)
-    assert_equal_to_reference(model, prompts, canvases, read)
+    assert_equal(expected, read)
 
 
 def test_images_that_are_not_scaled(
@@ -122,25 +160,23 @@ def test_images_that_are_not_scaled(
         canvases.append(random_ids(64, 512, seed=seed))
     assert [len(prompt) for prompt in prompts] == [15 + 2 + count for count in (9, 12, 12, 9)]
     assert_equal_to_reference(model, prompts, canvases, read_one_step(served, prompts, canvases))
-    for size in [(25, 24), (80, 80)]:
-        odd = {
-            "prompt_token_ids": [IMAGE_ID],
-            "multi_modal_data": {"image": [random_image(size, seed=1)]},
-        }
-        with pytest.raises(VLLMValidationError, match=r"multiples of 8 pixels.*got"):
-            served.llm.generate(odd, use_tqdm=False)
+    odd: list[tuple[Any, str]] = [
+        (random_image(size, seed=1), r"multiples of 8 pixels.*got") for size in [(25, 24), (80, 80)]
+    ]
     for number in (math.nan, math.inf, 1e30):  # what such an image left in the cache stayed there
         dark = np.full((24, 24, 3), number, dtype=np.float32)
-        odd = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": [dark]}}
-        with pytest.raises(VLLMValidationError, match="colours, from 0 to 255, got "):
-            served.llm.generate(odd, use_tqdm=False)
+        odd.append((dark, "colours, from 0 to 255, got "))
+    for image, error in odd:
+        prompt = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": [image]}}
+        with pytest.raises(VLLMValidationError, match=error):
+            served.ask([prompt], SamplingParams())
 
 
 def test_images_without_a_place(engine: GetEngine, seeing: GetTiny) -> None:
     images = [random_image((48, 48), seed=seed) for seed in range(2)]
     odd = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": images}}
     with pytest.raises(ValueError, match=r"no place for image 2 of 2\. Write a"):
-        engine(seeing(16), **PREFILLS["prefix-caching"]).llm.generate(odd, use_tqdm=False)
+        engine(seeing(16), **PREFILLS["prefix-caching"]).ask([odd], SamplingParams())
 
 
 def test_the_encoder_cache_is_bounded(engine: GetEngine, seeing: GetTiny) -> None:
@@ -152,36 +188,65 @@ def test_the_encoder_cache_is_bounded(engine: GetEngine, seeing: GetTiny) -> Non
     canvases = [random_ids(CANVAS, 512, seed=i) for i in range(len(prompts))]
     read = read_one_step(served, prompts, canvases)
     assert_equal_to_reference(model, prompts, canvases, read)
-    worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    kept = worker.model_runner.encoder_cache.encoder_outputs.values()
+    kept = served.runner.encoder_cache.encoder_outputs.values()
     assert 0 < sum(len(output) for output in kept) <= max(CHUNK, IMAGE_TOKENS)
 
 
-def test_cache_hits_are_by_what_an_image_shows(engine: GetEngine, seeing: GetTiny) -> None:
-    """Not by its place, its tokens or the name that a client gives. No hit ends in an image."""
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_cache_hits_are_by_what_is_shown(engine: GetEngine, seeing: GetTiny, kind: str) -> None:
+    """Not by its place, its tokens or the name that a client gives; and by when a frame is shown.
+    No hit ends in an image."""
     path = seeing(16)
     served, model = engine(path, **PREFILLS["prefix-caching"]), reference.load(path)
-    text, tail = random_ids(40, 500, seed=1), random_ids(100, 500, seed=2)
-    tokens = [token + 7 for token in text] + [IMAGE_ID] + [token + 7 for token in tail]
-    images = [random_image((64, 64), seed) for seed in (1, 2)]
-    one, other = (reference.Seen.prepare(path, tokens, [image]) for image in images)
-    canvas = random_ids(CANVAS, 512, seed=3)
-    one_step = {"diffusion_max_steps": 1, "diffusion_read_only": True}
-    params = SamplingParams(max_tokens=1, extra_args=one_step)
-    before_image, whole = 32, len(one) // 32 * 32
+    mark = IMAGE_ID if kind == "image" else VIDEO_ID
+    text, tail = random_ids(40, 490, seed=1), random_ids(100, 490, seed=2)
+    tokens = [*(token + 7 for token in text), mark, *(token + 7 for token in tail)]
+
+    def seen(tokens: list[int], what: Any) -> reference.Seen:
+        images, videos = ([what], []) if kind == "image" else ([], [what])
+        return reference.Seen.prepare(path, tokens, images, videos)
+
+    if kind == "image":
+        shown: list[Any] = [random_image((64, 64), seed) for seed in (1, 2)]
+    else:
+        frames, metadata = random_video(3, (64, 64), seed=1)
+        other = random_video(3, (64, 64), seed=2)[0]
+        shown = [(frames, metadata), (frames, metadata | {"fps": 5.0}), (other, metadata)]
+    one, *others = (seen(tokens, what) for what in shown)
 
     def hits(prompt: reference.Seen) -> int:
-        request = prompt.engine_input | {"multi_modal_uuids": {"image": ["a name"]}}
-        return served.llm.generate(request, params, use_tqdm=False)[0].num_cached_tokens
+        return cached_tokens(served, prompt.engine_input | {"multi_modal_uuids": {kind: ["name"]}})
 
+    before, whole = 32, len(one) // 32 * 32
     assert [hits(one), hits(one)] == [0, whole]
-    assert [hits(other), hits(other)] == [before_image, whole]
-    # The same image with another text behind it: the block that holds both ends in no hit.
-    fork = reference.Seen.prepare(path, tokens[:50], images[:1])
-    assert hits(fork) in (before_image, 96)
-    for prompt in (one, other, fork):
-        read = read_one_step(served, [prompt], [canvas])
+    for other in others:
+        assert [hits(other), hits(other)] == [before, whole]
+    # The same with another text behind it: no block that holds both is found. The first two of a
+    # video's frames fill three blocks and a half.
+    fork = seen([*tokens[:50], 9, 9], shown[0])
+    assert hits(fork) in ((before, 96) if kind == "image" else range(before, whole, 32))
+    canvas = random_ids(CANVAS, 512, seed=3)
+    for prompt in (one, *others, fork):
+        read = read_one_step(served, [prompt], [canvas], from_cache=True)
         assert_equal_to_reference(model, [prompt], [canvas], read)
+
+
+def test_most_frames_of_a_long_video(engine: GetEngine, seeing: GetTiny) -> None:
+    """32, evenly taken, in parts of 96 tokens: more than one step, and the encoder's whole cache.
+    Another request, which is at its own video, waits for its turn."""
+    path = seeing(16)
+    served = engine(path, **PREFILLS["both"], max_model_len=4096)
+    model = reference.load(path)
+    frames, metadata = random_video(70, (64, 64), seed=1)
+    kept = [i * 70 // 32 for i in range(32)]
+    taken = metadata | {"frames_indices": [metadata["frames_indices"][i] for i in kept]}
+    prompt = reference.Seen.prepare(path, [9, VIDEO_ID, 8], [], [(frames[kept], taken)])
+    assert len(prompt) > 32 * 64
+    sent = reference.Seen(prompt.tokens, [], prompt.inputs, [(frames, metadata)])
+    other = random_prompt_with_videos(path, [5, "3 frames", 5], seed=3)
+    canvases = [random_ids(CANVAS, 512, seed=i) for i in range(3)]
+    prompts = [sent, other, sent]
+    assert_equal_to_reference(model, prompts, canvases, read_one_step(served, prompts, canvases))
 
 
 def test_next_turn_reuses_an_answer_about_an_image(engine: GetEngine, seeing: GetTiny) -> None:
@@ -190,7 +255,7 @@ def test_next_turn_reuses_an_answer_about_an_image(engine: GetEngine, seeing: Ge
     served, model = engine(path, **CACHED), reference.load(path)
     first = random_prompt(path, [10, 12], seed=3)
     params = SamplingParams(max_tokens=128, ignore_eos=True, extra_args=FEW_STEPS)
-    answer = served.llm.generate(first.engine_input, params, use_tqdm=False)[0].outputs[0].token_ids
+    answer = tokens_of(*served.ask([first], params))
     # Between the turns comes another image.
     tokens = [*first.tokens, *answer, IMAGE_ID, *random_ids(5, 500, seed=9)]
     images = [*first.images, random_image((50, 20), 9)]
@@ -260,9 +325,7 @@ def answers(served: Engine, prompts: list[Prompt]) -> list[list[int]]:
         )
         for seed in range(len(prompts))
     ]
-    inputs = [engine_input(prompt) for prompt in prompts]
-    outputs = served.llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return list(map(tokens_of, served.ask(prompts, params)))
 
 
 def test_asynchronous_scheduling(engine: GetEngine, seeing: GetTiny, asynchronous: None) -> None:
@@ -272,8 +335,7 @@ def test_asynchronous_scheduling(engine: GetEngine, seeing: GetTiny, asynchronou
     waiting = engine(path, async_scheduling=False, **options)
     expected = decided(waiting.llm, lambda: answers(waiting, prompts))
     ahead = engine(path, async_scheduling=True, **options)
-    scheduler = ahead.llm.llm_engine.engine_core.engine_core.scheduler
-    assert isinstance(scheduler, CanvasAsyncScheduler)
+    assert isinstance(ahead.scheduler, CanvasAsyncScheduler)
     assert_same(answers(ahead, prompts), expected)
 
 
@@ -295,10 +357,9 @@ def test_two_processes_see_as_one(
 def test_an_engine_without_images_has_no_tower(engine: GetEngine, seeing: GetTiny) -> None:
     path = seeing(64)
     served = engine(path, limit_mm_per_prompt={"image": 0})
-    worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    names = [name for name, _ in worker.model_runner.model.named_parameters()]
+    names = [name for name, _ in served.runner.model.named_parameters()]
     assert names and not any("vision" in name for name in names)
-    assert worker.model_runner.encoder_cache is None
+    assert served.runner.encoder_cache is None
     with pytest.raises(ValueError, match="text-only models"):
-        served.llm.generate(random_prompt(path, [1, 1], seed=1).engine_input)
+        served.ask([random_prompt(path, [1, 1], seed=1)], SamplingParams())
     assert cached_tokens(served, [9] * 5) == 0  # text is served

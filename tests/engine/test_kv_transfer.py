@@ -1,15 +1,13 @@
 """One engine prefills, another answers: prompts travel through one of vLLM's KV connectors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.config.kv_transfer import KVRole
 
-from tests.engine.conftest import HELD_OUT, TRAINED, GetEngine
+from tests.engine.conftest import HELD_OUT, TRAINED, GetEngine, connector, tokens_of
 from tests.engine.one_step import random_ids
 
 BLOCK = 32  # tokens of the KV cache
@@ -17,22 +15,15 @@ BLOCK = 32  # tokens of the KV cache
 
 def test_the_answers_are_those_of_one_engine(engine: GetEngine, tmp_path: Path) -> None:
     """Of a checkpoint that takes no images. Every whole block of the prompts is read."""
-    rows = [json.loads(line) for line in HELD_OUT.open()]
-    chats = [row["messages"] for row in rows if row["task"] == "lookup"][:3]
+    chats = [row["messages"] for row in HELD_OUT if row["task"] == "lookup"][:3]
 
     def answers(role: KVRole | None, max_tokens: int) -> tuple[list[list[int]], list[int]]:
-        options: dict[str, Any] = {}
-        if role is not None:
-            options["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="ExampleConnector",
-                kv_role=role,
-                kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-            )
+        options = connector(tmp_path, role) if role is not None else {}
         served = engine(TRAINED, enable_prefix_caching=False, block_size=BLOCK, **options)
         params = [SamplingParams(seed=i, max_tokens=max_tokens) for i in range(len(chats))]
         outputs = served.llm.chat(chats, params, use_tqdm=False)
-        found = [list(output.outputs[0].token_ids) for output in outputs]
-        return found, [output.num_cached_tokens or 0 for output in outputs]
+        read = [output.num_cached_tokens or 0 for output in outputs]
+        return list(map(tokens_of, outputs)), read
 
     answers("kv_producer", max_tokens=1)
     found, read = answers("kv_consumer", max_tokens=64)
@@ -41,28 +32,18 @@ def test_the_answers_are_those_of_one_engine(engine: GetEngine, tmp_path: Path) 
     assert min(read) >= BLOCK and not any(count % BLOCK for count in read)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 def test_as_many_blocks_are_offered_as_the_prompt_has(
-    engine: GetEngine,
-    asynchronous: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ahead: bool,
+    engine: GetEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:
     """Connectors that pair the last blocks of two engines would else be off by one."""
-    options = KVTransferConfig(
-        kv_connector="ExampleConnector",
-        kv_role="kv_producer",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-    )
     served = engine(
         TRAINED,
         enable_prefix_caching=False,
         block_size=BLOCK,
-        async_scheduling=ahead,
-        kv_transfer_config=options,
+        async_scheduling=is_ahead,
+        **connector(tmp_path, "kv_producer"),
     )
-    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = served.scheduler
     stock, computed = scheduler._connector_finished, []
 
     def finished(request: Any) -> Any:
@@ -70,6 +51,6 @@ def test_as_many_blocks_are_offered_as_the_prompt_has(
         return stock(request)
 
     monkeypatch.setattr(scheduler, "_connector_finished", finished)
-    prompts = [{"prompt_token_ids": random_ids(n, 512, n)} for n in (2 * BLOCK, 3 * BLOCK - 1)]
-    served.llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    prompts = [random_ids(n, 512, n) for n in (2 * BLOCK, 3 * BLOCK - 1)]
+    served.ask(prompts, SamplingParams(max_tokens=1))
     assert sorted(computed) == [2 * BLOCK, 3 * BLOCK - 1]

@@ -1,8 +1,8 @@
 """A vocabulary that is read tile by tile: the answers, in a form and free, do not depend on the
 tiles, nor on their company, nor on how many processes share it."""
 
-import math
 import random
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from vllm import RequestOutput, SamplingParams
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import Engine, GetEngine, preemptions
+from tests.engine.conftest import Engine, GetEngine, preemptions, tokens_of
 from tests.engine.one_step import is_best_guess, random_ids
 from tests.engine.rounding import assert_same, decided
 from tests.engine.test_grammars import of
-from tests.engine.waits import WATCHED, waits_during
 from tests.engine.workers import WATCHED_WORKERS
 from tests.unit.grammar.canvases import SCHEMAS
-from vllm_dllm.denoise.vocab_stream import BLOCK
 
 pytestmark = pytest.mark.numerics
 
@@ -68,10 +66,7 @@ def params_of(kind: dict[str, Any], seed: int, max_tokens: int) -> SamplingParam
 
 Answer = tuple[list[int], list[list[int]]]
 """Tokens, and the canvases on the way to them."""
-
-
-def tokens_of(answer: Answer) -> list[int]:
-    return answer[0]
+first = itemgetter(0)
 
 
 def decode(
@@ -79,13 +74,12 @@ def decode(
 ) -> list[Answer]:
     """Answers to requests of these kinds, in one batch."""
     params = [params_of(kind, seed, max_tokens) for seed, kind in enumerate(kinds)]
-    prompts = [{"prompt_token_ids": random_ids(9 + i, V, i)} for i in range(len(kinds))]
-    return answers_of(engine, engine.llm.generate(prompts, params, use_tqdm=False))
+    prompts = [random_ids(9 + i, V, i) for i in range(len(kinds))]
+    return answers_of(engine, engine.ask(prompts, params))
 
 
 def answers_of(engine: Engine, outputs: list[RequestOutput]) -> list[Answer]:
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return list(zip(tokens, engine.canvases(outputs), strict=True))
+    return list(zip(map(tokens_of, outputs), engine.canvases(outputs), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +92,7 @@ def usual(checkpoint: Path, engine: GetEngine) -> list[Answer | None]:
 def long(checkpoint: Path, engine: GetEngine) -> list[Answer | None]:
     """To `ALL`, of two blocks."""
     served = engine(checkpoint, **OPTIONS)
-    return decided(served.llm, lambda: decode(served, ALL, 2 * C), tokens_of)
+    return decided(served.llm, lambda: decode(served, ALL, 2 * C), first)
 
 
 def test_best_guesses_are_the_references(checkpoint: Path, engine: GetEngine) -> None:
@@ -113,8 +107,7 @@ def test_best_guesses_are_the_references(checkpoint: Path, engine: GetEngine) ->
         )
         for canvas in canvases
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = served.llm.generate(inputs, params, use_tqdm=False)
+    outputs = served.ask(prompts, params)
     model = reference.load(checkpoint)
     for prompt, canvas, output in zip(prompts, canvases, outputs, strict=True):
         expected = reference.first_step_logprobs(model, prompt, canvas)
@@ -132,24 +125,22 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(
     served = engine(checkpoint, **OPTIONS)
     generator = random.Random(batch_size)
     own = [params_of(kind, seed, 2 * C) for seed, kind in enumerate(ALL)]
-    prompt = {"prompt_token_ids": random_ids(11, V, 1)}
+    prompt = random_ids(11, V, 1)
     alone = decided(
         served.llm,
-        lambda: answers_of(
-            served, [served.llm.generate(prompt, params, use_tqdm=False)[0] for params in own]
-        ),
+        lambda: answers_of(served, [served.ask([prompt], params)[0] for params in own]),
     )
     together = []
     for params in own:
         prompts, batch = [prompt], [params]
         for i in range(batch_size - 1):
             length = generator.randrange(1, 60)
-            prompts.append({"prompt_token_ids": random_ids(length, V, generator.randrange(99))})
+            prompts.append(random_ids(length, V, generator.randrange(99)))
             batch.append(params_of(generator.choice(KINDS), i, generator.choice([5, C, 2 * C])))
         where = generator.randrange(batch_size)
         for column in (prompts, batch):
             column[0], column[where] = column[where], column[0]
-        together.append(served.llm.generate(prompts, batch, use_tqdm=False)[where])
+        together.append(served.ask(prompts, batch)[where])
     answers = answers_of(served, together)
     assert_same(answers, alone)
     assert len(set(map(str, answers))) == len(own)
@@ -163,14 +154,8 @@ def test_small_tiles(
     small = engine(checkpoint, settings=settings, **OPTIONS, **FEW_BLOCKS)
     assert_same(decode(small), usual)
     assert preemptions(small) == 0
-    assert_same(decode(small, ALL, 2 * C), long, tokens_of)
+    assert_same(decode(small, ALL, 2 * C), long, first)
     assert preemptions(small) > 0
-
-
-def test_no_step_waits_for_the_device(checkpoint: Path, engine: GetEngine) -> None:
-    """Of one token budget less than a canvas for each: some are cut short and taken back."""
-    served = engine(checkpoint, max_num_batched_tokens=100, **WATCHED, **OPTIONS)
-    assert waits_during(served, lambda: decode(served)) == []
 
 
 def test_two_processes_share_the_vocabulary(
@@ -184,12 +169,7 @@ def test_two_processes_share_the_vocabulary(
     options = {**OPTIONS, **FEW_BLOCKS, **two_processes, **WATCHED_WORKERS}
     served = engine(checkpoint, async_scheduling=True, **options)
     served.llm.collective_rpc("watch_grammars")
-    assert_same(decode(served, ALL, 2 * C), long, tokens_of)
+    assert_same(decode(served, ALL, 2 * C), long, first)
     assert preemptions(served) > 0
-    first, second = served.llm.collective_rpc("grammar_paths")
-    assert len(first) > len(ALL) - len(KINDS) and first == second
-    served.llm.collective_rpc("watch_exchanges")
-    decode(served, kinds=[{}, {}])
-    # Of each of the 2 C rows no more than five numbers of each block of the vocabulary.
-    for shapes in served.llm.collective_rpc("exchanges"):
-        assert shapes and max(map(math.prod, shapes)) <= 2 * C * 5 * V // 2 // BLOCK
+    one, other = served.llm.collective_rpc("grammar_paths")
+    assert len(one) > len(ALL) - len(KINDS) and one == other

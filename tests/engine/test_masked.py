@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,22 +10,20 @@ import torch
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine
+from tests.engine.conftest import Engine, GetEngine, tokens_of
 from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Reference, Rule, Trajectory
 from tests.engine.masked_requests import (
+    AT_ONCE,
     FAMILIES,
+    MOVING_RULES,
     RULES,
     VOCABULARY,
-    GetEngine,
     GetMade,
-    assert_as_alone,
     assert_scores,
     count_forwards,
     each,
-    each_alone,
     generate,
-    neighbours,
     params_of,
     prompts_of,
     served,
@@ -35,7 +32,6 @@ from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
-from tests.engines import asynchronous_scheduling
 from vllm_dllm.compat.logprobs import RevealedLogprob
 
 pytestmark = pytest.mark.numerics
@@ -129,25 +125,6 @@ def test_masks_in_a_prompt_are_data(
     assert num_decided >= tolerances.DECIDED * num_blocks
 
 
-@pytest.fixture(scope="module")
-def undisturbed(engine: GetEngine, made: GetMade) -> Callable[[str], list[Trajectory]]:
-    return cache(lambda family: each_alone(engine, made(family, 4).checkpoint, family))
-
-
-@each("SDAR", "LLaDA2.2", "Nemotron", "Fast-dLLM", thorough=("MoE", "LLaDA2"))
-@neighbours
-def test_neighbours(
-    engine: GetEngine,
-    made: GetMade,
-    undisturbed: Callable[[str], list[Trajectory]],
-    family: str,
-    options: dict[str, Any],
-) -> None:
-    alone = undisturbed(family)
-    with asynchronous_scheduling() if "async_scheduling" in options else nullcontext():
-        assert_as_alone(engine, made(family, 4).checkpoint, family, alone, options)
-
-
 @each("Nemotron", thorough=("SDAR", "LLaDA2", "Fast-dLLM", "MoE"))
 def test_two_processes_answer_as_one(
     engine: GetEngine, made: GetMade, two_processes: dict[str, int], family: str
@@ -178,40 +155,36 @@ def test_prefix_cache_holds_whole_blocks(engine: GetEngine, made: GetMade) -> No
     checkpoint, decode = made("SDAR", 32)
     model = engine(checkpoint, block_size=32)
     prompt, rule = random_ids(100, VOCABULARY, 1), RULES["dynamic"]
-    first = generate(model, [prompt], [params_of(rule, 60, 0)])[0]
+    (first,) = generate(model, [prompt], [params_of(rule, 60, 0)])
     for longer in (prompt + random_ids(40, VOCABULARY, 2), prompt + first.tokens[:50]):
-        engine_found = model.llm.generate(
-            [{"prompt_token_ids": longer}], [params_of(rule, 40, 0)], use_tqdm=False
-        )[0]
-        assert engine_found.num_cached_tokens >= 96
-        expected = decode.generate(longer, 40, rule)
-        assert list(engine_found.outputs[0].token_ids) == expected.tokens
+        (output,) = model.ask([longer], params_of(rule, 40, 0))
+        assert output.num_cached_tokens >= 96
+        assert tokens_of(output) == decode.generate(longer, 40, rule).tokens
 
 
 SETTLED = Rule("dynamic", threshold=0.4, edit=0.6)  # its blocks end when nothing changes any more
 
 
 @pytest.mark.parametrize(
-    ("family", "rule", "length"),
+    ("family", "rule", "length", "more"),
     [
-        ("SDAR", RULES["dynamic"], 3),
-        ("SDAR", RULES["warm"], 40),
-        ("LLaDA2", RULES["edited"], 40),
-        ("LLaDA2", SETTLED, 40),
-        ("LLaDA2.2", FAMILIES["LLaDA2.2"].rules["published"], 40),
-    ],
-    ids=[
-        "by prefills",
-        "by prefills of what was drawn",
-        "by prefills of edits",
-        "by last steps",
-        "by blocks that moved",
+        pytest.param("SDAR", RULES["dynamic"], 3, 5, id="by prefills"),
+        pytest.param("SDAR", RULES["warm"], 40, 5, id="by prefills of what was drawn"),
+        pytest.param("LLaDA2", RULES["edited"], 40, 5, id="by prefills of edits"),
+        pytest.param("LLaDA2", SETTLED, 40, 5, id="by last steps"),
+        pytest.param("LLaDA2.2", MOVING_RULES["published"], 40, 5, id="by blocks that moved"),
+        ("Nemotron", RULES["dynamic"], 3, 5),
+        ("Nemotron", RULES["dynamic"], 40, 5),
+        ("Fast-dLLM", RULES["dynamic"], 3, 5),
+        ("Fast-dLLM", RULES["dynamic"], 40, 5),
+        ("Fast-dLLM", RULES["dynamic"], 64, 32),
     ],
 )
 def test_committed_keys_are_a_prefill_s(
-    engine: GetEngine, made: GetMade, family: str, rule: Rule, length: int
+    engine: GetEngine, made: GetMade, family: str, rule: Rule, length: int, more: int
 ) -> None:
-    """The next turn of a chat finds all blocks but the last, which is not committed."""
+    """The next turn of a chat, of `more` tokens, finds all blocks but the last, which is not
+    committed."""
     checkpoint, decode = made(family, 32)
     model = engine(checkpoint, block_size=32)
     prompt = random_ids(length, VOCABULARY, length)
@@ -219,19 +192,22 @@ def test_committed_keys_are_a_prefill_s(
     if family == "LLaDA2":
         unchanged, changed = ends_of_edits(first)
         assert unchanged == 3 if rule == SETTLED else changed > 0
-    turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
-    at_once = params_of(Rule("static", num_steps=1), 27, 0, logprobs=20)
+    turn, count = prompt + first.tokens + random_ids(more, VOCABULARY, 9), 32 - more % 32
+    at_once = params_of(AT_ONCE, count, 0, logprobs=20)
     if isinstance(decode, LevenshteinReference):  # a second step finds that nothing changes
-        at_once = params_of(Rule("static", num_steps=1, edit=1.0), 27, 0, logprobs=20)
+        at_once = params_of(AT_ONCE._replace(edit=1.0), count, 0, logprobs=20)
         at_once.logit_bias = {decode.delete: -100.0, decode.split: -100.0}
     for cached in (length // 32 * 32 + 96, 0):
-        output = model.llm.generate({"prompt_token_ids": turn}, at_once, use_tqdm=False)[0]
+        (output,) = model.ask([turn], at_once)
         assert output.num_cached_tokens == cached
-        seen = [decode.mask_id] * 27
+        scores, others = output.outputs[0].logprobs, 0
         if isinstance(decode, LevenshteinReference):
-            seen = list(output.outputs[0].token_ids)
-        expected = decode.logits(turn + seen)[len(turn) :].log_softmax(-1)
-        assert_scores(expected, output.outputs[0].logprobs)
+            expected = decode.logits(turn + tokens_of(output))[len(turn) :].log_softmax(-1)
+        else:
+            placed = decode.generate(turn, count, AT_ONCE).placed[:count]
+            expected = torch.stack([each.logprobs for each in placed])
+            others = int(family == "Nemotron")  # its first token has those of the block's step
+        assert_scores(expected[others:], scores[others:])
         assert model.llm.reset_prefix_cache()
 
 
@@ -271,11 +247,7 @@ def test_log_probabilities_at_the_moment_of_unmasking(
         some.extra_args = {**(some.extra_args or {}), "diffusion_logprobs": "unmask"}
     others = [params_of(chosen, 40, 50, logprobs=2), params_of(chosen, 40, 51)]
     model.trace.write_text("")
-    outputs = model.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in [*prompts, *prompts[:2]]],
-        [*params, *others],
-        use_tqdm=False,
-    )
+    outputs = model.ask([*prompts, *prompts[:2]], [*params, *others])
     plain = outputs[-2].outputs[0].logprobs
     assert not any(isinstance(each, RevealedLogprob) for row in plain for each in row.values())
     num_same, steps = 0, set()
@@ -321,15 +293,9 @@ def test_forwards(
         assert len(forwards) == len(found.steps) + beside
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("family", ["SDAR", "LLaDA2"])
 def test_an_unchanged_block_is_committed(
-    engine: GetEngine,
-    made: GetMade,
-    monkeypatch: pytest.MonkeyPatch,
-    asynchronous: None,
-    family: str,
-    is_ahead: bool,
+    engine: GetEngine, made: GetMade, monkeypatch: pytest.MonkeyPatch, family: str, is_ahead: bool
 ) -> None:
     """A step that changes nothing leaves a prefill's keys and values: only blocks that the last of
     their steps changed are computed again, next to the first step of the next one, or by a forward

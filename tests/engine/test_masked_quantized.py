@@ -3,7 +3,8 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,12 @@ from vllm import RequestOutput
 
 from tests import tolerances
 from tests.engine import quantized
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.masked import Reference, Rule, make_checkpoint
 from tests.engine.masked_requests import FAMILIES, VOCABULARY, params_of
 from tests.engine.nemotron import SeededReference
 from tests.engine.one_step import random_ids
-from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.numerics
 BLOCK = 4
 QUANTIZED = ("SDAR", "MoE", "LLaDA2", "Nemotron", "Fast-dLLM")
 FORMATS = {"fp8-dynamic": "FP8_DYNAMIC", "int8": "W8A8", "w4a16": "W4A16"}
-NOISES = 30
 ONCE = {("SDAR", scheme) for scheme in FORMATS} | {("LLaDA2", "fp8-dynamic"), ("MoE", "int8")}
 PROMPTS = [random_ids((1, 2, 3, 5, 6)[seed % 5], VOCABULARY, seed) for seed in range(25)]
 
@@ -40,15 +39,13 @@ PROMPTS = [random_ids((1, 2, 3, 5, 6)[seed % 5], VOCABULARY, seed) for seed in r
         for scheme in FORMATS
     ],
 )
-def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, scheme: str) -> None:
+def test_one_step(engine: GetEngine, tmp_path: Path, family: str, scheme: str) -> None:
     """A number halfway between two of the format's goes either way, with the last bit of a sum. The
     reference then moves with inputs that are off by as much, too; only such answers may differ."""
     architecture, kind, *_ = FAMILIES[family]
     source, made = make_checkpoint(tmp_path / "plain", BLOCK, architecture)
     quantize(source, scheme, target := tmp_path / scheme)
-    if scheme == "int8" and not int8_sums_are_exact():
-        with pytest.raises(ValueError, match="need a processor with VNNI"):
-            engine(target, block_size=32)
+    if (served := quantized.started(engine, target, scheme, block_size=32)) is None:
         return
     plain = kind(made.model, BLOCK, made.mask_id)
     rounded = kind(copy.deepcopy(made.model), BLOCK, made.mask_id)
@@ -57,13 +54,13 @@ def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, sc
     stored = load_file(target / "model.safetensors")
     quantized.compute_quantized(stack, stored, FORMATS[scheme], prefix)
     params = [params_of(Rule("static", num_steps=1), BLOCK, 0, logprobs=20)] * len(PROMPTS)
-    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = engine(target, block_size=32).llm.generate(inputs, params, use_tqdm=False)
+    outputs = served.ask(PROMPTS, params)
     equal, shift = 0, []
     for seed, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
-        expected = first_block(rounded, prompt)
+        again = partial(first_block, rounded, prompt)
+        expected = again()
         if largest_difference(expected, output) >= tolerances.BETWEEN_TIES:
-            assert not is_decided(rounded, prompt, expected), f"{seed=}"
+            assert not quantized.is_decided(again, expected), f"{seed=}"
             continue
         equal += 1
         shift.append((expected - first_block(plain, prompt)).abs().max().item())
@@ -71,24 +68,23 @@ def test_one_step(engine: Callable[..., Engine], tmp_path: Path, family: str, sc
     assert min(shift) > 5 * tolerances.BETWEEN_TIES  # quantisation can be seen
 
 
-def test_gptq_answers_as_w4a16(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_gptq_answers_as_w4a16(engine: GetEngine, tmp_path: Path) -> None:
     """To the bit: the same numbers, packed along the other axis."""
     source, _ = make_checkpoint(tmp_path / "plain", BLOCK, FAMILIES["SDAR"][0])
     quantize(source, "w4a16", packed := tmp_path / "w4a16")
     transposed = write_as_gptq(packed, tmp_path / "gptq")
     params = [params_of(Rule("static", num_steps=1), BLOCK, 0, logprobs=20)] * len(PROMPTS)
-    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
     def answers(path: Path) -> list[tuple[Sequence[int], str]]:
         served = engine(path, block_size=32, dtype="bfloat16")
-        outputs = served.llm.generate(inputs, params, use_tqdm=False)
+        outputs = served.ask(PROMPTS, params)
         return [(o.outputs[0].token_ids, repr(o.outputs[0].logprobs)) for o in outputs]
 
     expected = answers(packed)
     assert answers(transposed) == expected
 
 
-def test_a_packed_lm_head(engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_packed_lm_head(engine: GetEngine, tmp_path: Path) -> None:
     """It has no `weight`. As in a server, somebody counts."""
     path, _ = make_checkpoint(tmp_path, BLOCK, FAMILIES["SDAR"][0])
     config = json.loads((path / "config.json").read_text())
@@ -101,7 +97,7 @@ def test_a_packed_lm_head(engine: Callable[..., Engine], tmp_path: Path) -> None
     (path / "config.json").write_text(json.dumps(config))
     served = engine(path, block_size=32, load_format="dummy", disable_log_stats=False)
     params = params_of(Rule("static", num_steps=1), BLOCK, 0)
-    (output,) = served.llm.generate({"prompt_token_ids": PROMPTS[0]}, params, use_tqdm=False)
+    (output,) = served.ask([PROMPTS[0]], params)
     assert output.outputs[0].token_ids
 
 
@@ -157,14 +153,3 @@ def first_block(decode: Reference, prompt: list[int]) -> torch.Tensor:
     else:
         logits = decode.logits(known + block)[start:]
     return logits[len(prompt) - start :].log_softmax(-1)
-
-
-def is_decided(decode: Reference, prompt: list[int], expected: torch.Tensor) -> bool:
-    """Whether noise of the size of fp32's errors leaves the answer alone."""
-    for seed in range(NOISES):
-        torch.manual_seed(seed)
-        with quantized.noisy_inputs(tolerances.NOISE_OF_INPUTS):
-            noisy = first_block(decode, prompt)
-        if (noisy - expected).abs().max() > tolerances.LOGPROB:
-            return False
-    return True

@@ -1,9 +1,6 @@
 """The trained masked checkpoint decodes as the published loop does, and is right."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +8,10 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.conftest import HELD_OUT, Engine, chat_tokens
+from tests.engine import quantized
+from tests.engine.conftest import HELD_OUT, GetEngine, chat_tokens
 from tests.engine.masked import Reference, Rule
 from tests.paths import CHECKPOINTS
-from vllm_dllm.cpu.compat.ops import int8_sums_are_exact
 from vllm_dllm.models.masked_configs import SDARConfig
 from vllm_dllm.tools.quantize.quantize import quantize
 
@@ -35,12 +32,12 @@ def model() -> torch.nn.Module:
 
 @pytest.mark.parametrize(("block_length", "stride"), [(4, 23), (32, 23)])
 def test_trajectories_and_answers(
-    engine: Callable[..., Engine], model: torch.nn.Module, block_length: int, stride: int
+    engine: GetEngine, model: torch.nn.Module, block_length: int, stride: int
 ) -> None:
     """Tokens are revealed in the same steps, except where a probability is so close to the
     threshold that rounding decides; so answers are compared, and how many of them are right."""
     served = engine(SDAR, hf_overrides={"block_size": block_length})
-    rows = [json.loads(line) for line in HELD_OUT.open()][::stride]
+    rows = HELD_OUT[::stride]
     tokenizer = served.llm.get_tokenizer()
     prompts = [chat_tokens(tokenizer, row["messages"]) for row in rows]
     params = SamplingParams(
@@ -48,8 +45,7 @@ def test_trajectories_and_answers(
         temperature=0.0,
         extra_args={"diffusion_accept_probability": THRESHOLD},
     )
-    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = served.llm.generate(inputs, params, use_tqdm=False)
+    outputs = served.ask(prompts, params)
     decode = Reference(model, block_length, SDARConfig.from_pretrained(SDAR).mask_token_id)
     rule, right = Rule("dynamic", threshold=THRESHOLD), 0
     for row, prompt, output in zip(rows, prompts, outputs, strict=True):
@@ -60,16 +56,13 @@ def test_trajectories_and_answers(
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "int8", "w4a16"])
-def test_a_quantised_copy(engine: Callable[..., Engine], tmp_path: Path, scheme: str) -> None:
+def test_a_quantised_copy(engine: GetEngine, tmp_path: Path, scheme: str) -> None:
     """Made by `vllm-dllm quantize`; it answers as the original does."""
     copy = tmp_path / "copy"
     quantize(SDAR, scheme, copy, None)
-    if scheme == "int8" and not int8_sums_are_exact():
-        with pytest.raises(ValueError, match="need a processor with VNNI"):
-            engine(copy)
+    if (served := quantized.started(engine, copy, scheme)) is None:
         return
-    served = engine(copy)
-    rows = [json.loads(line) for line in HELD_OUT.open()][::25]
+    rows = HELD_OUT[::25]
     params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS)
     outputs = served.llm.chat([row["messages"] for row in rows], params, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]

@@ -1,6 +1,5 @@
 """What the shipped model makes of predictions: the same answers, in fewer steps."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from tests.engine.conftest import HELD_OUT, TRAINED, GetEngine
 
 pytestmark = pytest.mark.numerics
 
-ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
 # Of every task, and two that need several canvases.
-CHOSEN = [*ROWS[::60], *[row for row in ROWS if row["task"] == "count_up"][:2]]
+CHOSEN = [*HELD_OUT[::60], *[row for row in HELD_OUT if row["task"] == "count_up"][:2]]
 
 # Long ones, of the kind that the model learned.
 COUNTS = [

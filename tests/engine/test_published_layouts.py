@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
 
 from tests import tolerances
+from tests.engine.conftest import GetEngine
 from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import (
     Reference,
@@ -23,7 +24,7 @@ from tests.engine.masked import (
     published_weights,
     randomize,
 )
-from tests.engine.masked_requests import GetEngine, generate, params_of, prompts_of
+from tests.engine.masked_requests import generate, params_of, prompts_of
 from tests.engine.test_masked import blocks_decided_alike
 from vllm_dllm import plugin
 

@@ -43,8 +43,7 @@ def ask(served: Engine, prompts: list[list[int]], **options: Any) -> list[Reques
         )
         for i in range(len(prompts))
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return served.llm.generate(inputs, params, use_tqdm=False)
+    return served.ask(prompts, params)
 
 
 def check(served: Engine, output: RequestOutput) -> int:

@@ -1,21 +1,20 @@
 """Each sampling parameter and denoising setting has its effect on the served model's output."""
 
-import json
 import math
 from typing import Any
 
 import pytest
 import torch
 from vllm import RequestOutput, SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine
+from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine, tokens_of
 
 pytestmark = pytest.mark.numerics
 
-ROWS = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-PROMPT = ROWS[0]["messages"]
+PROMPT = HELD_OUT[0]["messages"]
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +22,9 @@ def served(engine: GetEngine) -> Engine:
     return engine(TRAINED, settings={"fit_canvas": True}, max_num_seqs=16, max_model_len=512)
 
 
-def answers(served: Engine, prompts: list[Any], params: list[SamplingParams]) -> list[Any]:
-    return served.llm.chat(prompts, params, use_tqdm=False)
-
-
 def ask(served: Engine, **options: Any) -> RequestOutput:
     params = SamplingParams(**{"max_tokens": 64, "seed": 7, **options})
-    return answers(served, [PROMPT], [params])[0]
-
-
-def tokens(served: Engine, **options: Any) -> list[int]:
-    return list(ask(served, **options).outputs[0].token_ids)
+    return served.llm.chat([PROMPT], [params], use_tqdm=False)[0]
 
 
 def xargs(**options: Any) -> dict[str, Any]:
@@ -64,8 +55,8 @@ def test_bad_words_where_tokens_are_revealed_for_good(served: Engine, acceptance
 
 def test_temperature_scales_the_schedule(served: Engine) -> None:
     """Twice the temperature is the schedule from twice t_min to twice t_max."""
-    twice = tokens(served, temperature=2.0)
-    assert twice == tokens(served, **xargs(t_min=0.8, t_max=1.6))
+    twice = tokens_of(ask(served, temperature=2.0))
+    assert twice == tokens_of(ask(served, **xargs(t_min=0.8, t_max=1.6)))
     entropies = [
         steps_of(served, ask(served, temperature=t))[0]["entropy"] for t in (0.5, 1.0, 2.0)
     ]
@@ -73,13 +64,13 @@ def test_temperature_scales_the_schedule(served: Engine) -> None:
 
 
 def test_acceptance_rules_still_answer(served: Engine) -> None:
-    rows = ROWS[::40]
+    rows = HELD_OUT[::40]
     for acceptance in ("confidence", "top_k"):
         params = [
             SamplingParams(max_tokens=128, seed=i, **xargs(acceptance=acceptance))
             for i in range(len(rows))
         ]
-        outputs = answers(served, [row["messages"] for row in rows], params)
+        outputs = served.llm.chat([row["messages"] for row in rows], params, use_tqdm=False)
         right = sum(
             o.outputs[0].text == row["answer"] for o, row in zip(outputs, rows, strict=True)
         )
@@ -122,4 +113,32 @@ def test_prompt_logprobs(served: Engine) -> None:
         assert scores[token].logprob == pytest.approx(
             expected[position, token].item(), rel=0, abs=tolerances.LOGPROB
         )
-    assert output.outputs[0].text == ROWS[0]["answer"]
+    assert output.outputs[0].text == HELD_OUT[0]["answer"]
+
+
+@torch.inference_mode()
+def warm_up(worker: Any) -> None:
+    """What `GPUModelRunner._dummy_sampler_run` of vLLM 0.33 does on GPUs, to size their cache."""
+    runner = worker.model_runner
+    num_reqs, sampler = runner.max_num_reqs, runner.sampler
+    for slot in range(num_reqs):
+        sampler.add_request(slot, SamplingParams.for_sampler_warmup())
+    sampler.apply_staged_writes()
+    logits = torch.zeros(num_reqs, runner.vocab_size)
+    output = sampler(logits, InputBatch.make_dummy(num_reqs, num_reqs, runner.input_buffers))
+    assert output.num_sampled.tolist() == [0] * num_reqs
+
+
+def test_vllms_own_requests_leave_no_trace(served: Engine) -> None:
+    """They are in every slot, and nobody takes them out."""
+    hot = xargs(max_steps=3, t_min=1.0, t_max=2.0)
+    params = [SamplingParams(max_tokens=64, seed=i, logprobs=1, **hot) for i in range(3)]
+
+    def answers() -> list[list[int]]:
+        outputs = served.llm.chat([PROMPT] * len(params), params, use_tqdm=False)
+        assert all(len(scores) <= 2 for o in outputs for scores in o.outputs[0].logprobs)
+        return list(map(tokens_of, outputs))
+
+    before = answers()
+    served.llm.collective_rpc(warm_up)
+    assert answers() == before

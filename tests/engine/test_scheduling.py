@@ -1,8 +1,8 @@
 """What the scheduler does to a request never shows in its tokens, nor in which process it runs."""
 
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +10,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests import tolerances
-from tests.engine.conftest import TRAINED, Engine, preemptions
+from tests.engine.conftest import TRAINED, Engine, GetEngine, GetTiny, preemptions
 from tests.engine.one_step import random_ids
 from tests.engine.rounding import assert_same, decided
 from vllm_dllm.compat.scheduler import SchedulerHooks
@@ -87,8 +87,7 @@ def answer_of(output: RequestOutput) -> Answer:
 
 
 def answers_of(engine: Engine) -> list[Answer]:
-    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    return list(map(answer_of, engine.llm.generate(inputs, PARAMS, use_tqdm=False)))
+    return list(map(answer_of, engine.ask(PROMPTS, PARAMS)))
 
 
 def answers_of_late_ones(engine: Engine) -> list[Answer]:
@@ -107,8 +106,7 @@ def answers_of_late_ones(engine: Engine) -> list[Answer]:
     return [done[f"late-{seed}"] for seed in range(len(PROMPTS))]
 
 
-def tokens_of(answer: Answer) -> list[int]:
-    return answer[0]
+its_tokens = itemgetter(0)
 
 
 class Undisturbed(NamedTuple):
@@ -127,7 +125,7 @@ def moved_by_noise(runs: Sequence[Answer]) -> float:
 
 
 def assert_undisturbed(answers: list[Answer], undisturbed: Undisturbed) -> None:
-    assert_same(answers, undisturbed.answers, tokens_of)
+    assert_same(answers, undisturbed.answers, its_tokens)
     num_scored = 0
     for (_, scores), expected, leeway in zip(answers, *undisturbed, strict=True):
         if expected is not None:
@@ -138,7 +136,7 @@ def assert_undisturbed(answers: list[Answer], undisturbed: Undisturbed) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> Undisturbed:
+def undisturbed(engine: GetEngine, tiny: GetTiny) -> Undisturbed:
     """Each request alone, without async scheduling."""
     served = engine(tiny(64), settings=FITTED, max_num_seqs=1)
     runs: list[list[Answer]] = []
@@ -147,7 +145,7 @@ def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> U
         runs.append(answers_of(served))
         return runs[-1]
 
-    answers = decided(served.llm, run, tokens_of)
+    answers = decided(served.llm, run, its_tokens)
     return Undisturbed(answers, [moved_by_noise(of_one) for of_one in zip(*runs, strict=True)])
 
 
@@ -162,8 +160,8 @@ def undisturbed(engine: Callable[..., Engine], tiny: Callable[[int], Path]) -> U
     ],
 )
 def test_tokens_are_those_of_an_undisturbed_run(
-    engine: Callable[..., Engine],
-    tiny: Callable[[int], Path],
+    engine: GetEngine,
+    tiny: GetTiny,
     undisturbed: Undisturbed,
     options: dict[str, Any],
 ) -> None:
@@ -175,19 +173,18 @@ def test_tokens_are_those_of_an_undisturbed_run(
 
 
 def test_asynchronous_scheduling(
-    engine: Callable[..., Engine],
-    tiny: Callable[[int], Path],
+    engine: GetEngine,
+    tiny: GetTiny,
     undisturbed: Undisturbed,
     asynchronous: None,
 ) -> None:
     served = engine(tiny(64), settings=FITTED, async_scheduling=True)
-    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
-    assert isinstance(scheduler, CanvasAsyncScheduler)
+    assert isinstance(served.scheduler, CanvasAsyncScheduler)
     assert_undisturbed(answers_of(served), undisturbed)
 
 
 def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
-    engine: Callable[..., Engine], asynchronous: None, monkeypatch: pytest.MonkeyPatch
+    engine: GetEngine, asynchronous: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answers of one request have a prompt in common. One loses its place in a step that has
     already got the next part of that prompt. Requests start and are preempted in vLLM's order
@@ -227,17 +224,12 @@ def test_what_lost_its_place_in_a_step_is_not_in_the_prefix_cache(
 
 
 def test_answers_of_one_request_do_not_preempt_each_other_for_ever(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: GetEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have one priority and one time of arrival, and there is no room for all three. They
     start as soon as their prompts fit here, or they would hardly preempt each other."""
     monkeypatch.setattr(SchedulerHooks, "leave_room_beside_prompts", lambda *_: None)
-    served = engine(
-        TRAINED,
-        settings=FITTED,
-        scheduling_policy="priority",
-        **SMALL_CACHE,
-    )
+    served = engine(TRAINED, settings=FITTED, scheduling_policy="priority", **SMALL_CACHE)
     core, before = served.llm.llm_engine, preemptions(served)
     params = SamplingParams(n=3, max_tokens=60, ignore_eos=True, extra_args=exactly(8))
     core.add_request("three", {"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
@@ -248,33 +240,22 @@ def test_answers_of_one_request_do_not_preempt_each_other_for_ever(
     assert not unfinished and preemptions(served) > before
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_request_starts_when_its_canvas_has_room_too(
-    engine: Callable[..., Engine], asynchronous: None, ahead: bool
-) -> None:
+def test_a_request_starts_when_its_canvas_has_room_too(engine: GetEngine, is_ahead: bool) -> None:
     """Else it starts as soon as its prompt fits, loses its place to the first canvas, and starts
     again, a step later."""
-    served = engine(
-        TRAINED,
-        settings=FITTED,
-        async_scheduling=ahead,
-        **SMALL_CACHE,
-    )
+    served = engine(TRAINED, settings=FITTED, async_scheduling=is_ahead, **SMALL_CACHE)
     before = preemptions(served)
     params = SamplingParams(n=3, seed=0, max_tokens=60, ignore_eos=True, extra_args=exactly(40))
-    served.llm.generate({"prompt_token_ids": random_ids(19, VOCABULARY, 0)}, params)
+    served.ask([random_ids(19, VOCABULARY, 0)], params)
     assert preemptions(served) - before <= 3
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_context_that_is_fitted_to_memory_ends_answers(
-    engine: Callable[..., Engine], asynchronous: None, ahead: bool
-) -> None:
+def test_a_context_that_is_fitted_to_memory_ends_answers(engine: GetEngine, is_ahead: bool) -> None:
     """vLLM lowers `--max-model-len auto` after the model is loaded."""
     served = engine(
         TRAINED,
         settings=FITTED,
-        async_scheduling=ahead,
+        async_scheduling=is_ahead,
         max_model_len=-1,
         kv_cache_memory_bytes=1 << 20,
     )

@@ -4,19 +4,16 @@ Fast-dLLM v2. What all families have in common is in `test_masked.py`."""
 from collections import Counter
 
 import pytest
-import torch
-from vllm import RequestOutput, SamplingParams
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.masked import Rule
 from tests.engine.masked_requests import (
+    AT_ONCE,
     RULES,
     VOCABULARY,
-    GetEngine,
     GetMade,
     assert_scores,
-    assert_stops,
     each,
     generate,
     params_of,
@@ -26,15 +23,6 @@ from tests.engine.one_step import random_ids
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS
 
 pytestmark = pytest.mark.numerics
-
-AT_ONCE = Rule("static", num_steps=1)
-
-
-def outputs_of(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[RequestOutput]:
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return engine.llm.generate(inputs, params, use_tqdm=False)
 
 
 @each("Nemotron", "Fast-dLLM")
@@ -47,20 +35,13 @@ def test_stop_tokens(engine: GetEngine, made: GetMade, family: str) -> None:
         stops = [token for token, _ in Counter(answer).most_common(MAX_FORESEEN_STOPS)[1::2]]
     else:  # of the second block, and of a part of it that others follow
         stops = [next(token for token in answer[34:] if token not in answer[:34])]
-    assert_stops(engine(checkpoint, block_size=32), decode, prompts, rule, frozenset(stops))
-
-
-def test_fast_dllms_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
-    """The next turn of a chat finds all blocks but the last, which is not committed."""
-    checkpoint, decode = made("Fast-dLLM", 32)
-    model, rule = engine(checkpoint, block_size=32), RULES["dynamic"]
-    for length in (3, 40, 64):
-        prompt = random_ids(length, VOCABULARY, length)
-        (first,) = generate(model, [prompt], [params_of(rule, 128 - length % 32, 0)])
-        turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
-        (output,) = outputs_of(model, [turn], params_of(rule, 40, 0))
-        assert output.num_cached_tokens == length // 32 * 32 + 96
-        assert list(output.outputs[0].token_ids) == decode.generate(turn, 40, rule).tokens
+    params = params_of(rule, 100, 0, stop_token_ids=stops)
+    found = generate(engine(checkpoint, block_size=32), prompts, [params] * len(prompts))
+    for prompt, ours in zip(prompts, found, strict=True):
+        expected = decode.generate(prompt, 100, rule, stops=frozenset(stops))
+        assert expected.decided_steps(ours, 0.0) == len(expected.steps)
+    assert any(0 in ours.steps[-1].revealed for ours in found), "none was finished early"
+    assert any(len(ours.tokens) > 32 for ours in found), "none went on"
 
 
 def test_fast_dllms_tokens_if_a_block_arrives_after_a_preemption(
@@ -92,28 +73,12 @@ def test_fast_dllms_tokens_if_a_block_arrives_after_a_preemption(
         assert list(outputs[-1].outputs[0].token_ids) == expected
 
 
-def test_nemotrons_committed_keys_are_a_prefill_s(engine: GetEngine, made: GetMade) -> None:
-    checkpoint, decode = made("Nemotron", 32)
-    model, rule = engine(checkpoint, block_size=32), RULES["dynamic"]
-    for length in (3, 40):
-        prompt = random_ids(length, VOCABULARY, length)
-        (first,) = generate(model, [prompt], [params_of(rule, 128, 0)])
-        turn = prompt + first.tokens + random_ids(5, VOCABULARY, 9)
-        (seed,) = decode.seeded_logits(turn, [])[-1:].argmax(-1).tolist()
-        expected = decode.seeded_logits(turn, [seed] + [decode.mask_id] * 31)[-32:].log_softmax(-1)
-        for cached in ((length + 96) // 32 * 32, 0):
-            (output,) = outputs_of(model, [turn], params_of(AT_ONCE, 32, 0, logprobs=20))
-            assert output.num_cached_tokens == cached
-            assert_scores(expected, output.outputs[0].logprobs)
-            assert model.llm.reset_prefix_cache()
-
-
 @pytest.mark.parametrize("block_length", [32, pytest.param(4, marks=pytest.mark.thorough)])
 def test_nemotrons_log_probabilities(engine: GetEngine, made: GetMade, block_length: int) -> None:
     (checkpoint, decode), B = made("Nemotron", block_length), block_length
     params = params_of(AT_ONCE, B, 0, logprobs=20, prompt_logprobs=5)
     prompts = prompts_of(B)
-    outputs = outputs_of(engine(checkpoint, block_size=32), prompts, params)
+    outputs = engine(checkpoint, block_size=32).ask(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         causal = decode.seeded_logits(prompt, [])
         canvas = [int(causal[-1].argmax())] + [decode.mask_id] * (B - 1)
@@ -121,28 +86,6 @@ def test_nemotrons_log_probabilities(engine: GetEngine, made: GetMade, block_len
         assert list(output.outputs[0].token_ids) == [canvas[0], *logits.argmax(-1).tolist()[1:]]
         assert_scores(logits.log_softmax(-1), output.outputs[0].logprobs)
         assert_scores(causal[:-1].log_softmax(-1), output.prompt_logprobs[1:])
-
-
-@pytest.mark.parametrize("block_length", [32, pytest.param(4, marks=pytest.mark.thorough)])
-def test_fast_dllms_log_probabilities(engine: GetEngine, made: GetMade, block_length: int) -> None:
-    """Of one step; a block's first token has those by which it was chosen."""
-    (checkpoint, decode), B = made("Fast-dLLM", block_length), block_length
-    prompts = [*prompts_of(B), random_ids(2 * B, VOCABULARY, 7)]
-    params = [  # this block and the next one
-        params_of(AT_ONCE, 2 * B - len(prompt) % B, 0, logprobs=20) for prompt in prompts
-    ]
-    outputs = outputs_of(engine(checkpoint, block_size=32), prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        known, rows = list(prompt), []
-        while len(known) < len(prompt) + len(output.outputs[0].token_ids):
-            start = len(known) // B * B
-            block = known[start:] or [int(decode.logits(known)[-1].argmax())]
-            block += [decode.mask_id] * (B - len(block))
-            logits = decode.block_logits(known[:start], block)[len(known) - start :]
-            known += logits.argmax(-1).tolist()
-            rows.append(logits)
-        assert list(output.outputs[0].token_ids) == known[len(prompt) :]
-        assert_scores(torch.cat(rows).log_softmax(-1), output.outputs[0].logprobs)
 
 
 @pytest.mark.parametrize(

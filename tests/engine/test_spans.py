@@ -34,9 +34,9 @@ def blocks_of(request: SpanRecord, found: list[SpanRecord]) -> list[SpanRecord]:
 def test_blocks_of_requests(engine: GetEngine, tiny: GetTiny, collector: Collector) -> None:
     served = engine(tiny(64), disable_log_stats=False, otlp_traces_endpoint=collector.url)
     params = SamplingParams(max_tokens=3 * CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
-    prompts = [{"prompt_token_ids": random_ids(n, 512, seed=n)} for n in (40, 7)]
+    prompts = [random_ids(n, 512, seed=n) for n in (40, 7)]
     began = time.time_ns()
-    outputs = served.llm.generate(prompts, params, use_tqdm=False)
+    outputs = served.ask(prompts, params)
     found = collector.wait_for("llm_request", len(outputs))
     requests = [span for span in found if span.name == "llm_request"]
     assert sorted(r.attributes["gen_ai.request.id"] for r in requests) == sorted(
@@ -73,14 +73,14 @@ def test_of_a_clients_trace(engine: GetEngine, tiny: GetTiny, collector: Collect
     assert block.parent == "cd" * 8
     collector.answers.clear()  # it hangs, and holds up no answer
     params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)
-    (output,) = served.llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
+    (output,) = served.ask([[5, 6]], params)
     assert len(output.outputs[0].token_ids) == CANVAS
     collector.answers.set()
 
 
 def test_without_tracing(engine: GetEngine, tiny: GetTiny) -> None:
     served = engine(tiny(64), disable_log_stats=False)
-    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = served.scheduler
     assert scheduler.counter._spans is None
     core = served.llm.llm_engine
     params = SamplingParams(max_tokens=CANVAS, ignore_eos=True, extra_args=FEW_STEPS)

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 
-from tests.engine.conftest import Engine, GetEngine, GetTiny
+from tests.engine.conftest import Engine, GetEngine, GetTiny, connector
 from tests.engine.masked_requests import make
 from tests.engine.one_step import random_ids
-from tests.engines import asynchronous_scheduling
 
 FEW_BLOCKS = {"num_gpu_blocks_override": 40, "block_size": 32, "max_model_len": 288}
 
@@ -81,33 +79,28 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_every_step(
-    engine: GetEngine, tiny: GetTiny, tmp_path: Path, case: str, ahead: bool
+    engine: GetEngine, tiny: GetTiny, tmp_path: Path, case: str, is_ahead: bool
 ) -> None:
     """Of requests that come and go, are preempted, and get cache blocks at different times."""
     family, options = case.partition(",")[0], CASES[case]
     checkpoint = tiny(64) if family == "DiffusionGemma" else make(tmp_path, family, 8).checkpoint
-    with asynchronous_scheduling():
-        served = engine(checkpoint, options.get("settings"), async_scheduling=ahead, **FEW_BLOCKS)
-    worker = served.llm.llm_engine.model_executor.driver_worker
-    runner = worker.model_runner
-    reused = runner.prepare_inputs.__self__
-    taken_over = watch(runner)
+    served = engine(checkpoint, options.get("settings"), async_scheduling=is_ahead, **FEW_BLOCKS)
+    reused, taken_over = served.runner.prepare_inputs.__self__, watch(served.runner)
     answer(served, options.get("extra_args"))
     assert 0 < taken_over["block tables"] <= taken_over["rows"] < taken_over["steps"]
-    worker.execute_dummy_batch()  # as data-parallel engines do
+    served.llm.collective_rpc("execute_dummy_batch")  # as data-parallel engines do
     assert reused._batch is None
 
 
 def answer(served: Engine, extra_args: dict[str, Any] | None = None) -> None:
-    prompts = [{"prompt_token_ids": random_ids(n, 400, n)} for n in (5, 100, 33, 64, 150, 3, 70)]
+    prompts = [random_ids(n, 400, n) for n in (5, 100, 33, 64, 150, 3, 70)]
     params = [
         SamplingParams(seed=i, max_tokens=20 * (1 + i % 5), ignore_eos=True, extra_args=extra_args)
         for i in range(len(prompts))
     ]
-    served.llm.generate(prompts, params, use_tqdm=False)
+    served.ask(prompts, params)
 
 
 def test_a_kv_connector_may_have_got_blocks(
@@ -115,13 +108,7 @@ def test_a_kv_connector_may_have_got_blocks(
 ) -> None:
     """It loads into blocks of requests of which no step knows yet. vLLM 0.33 takes blocks that a
     window has passed out of tables before somebody else writes them."""
-    connector = KVTransferConfig(
-        kv_connector="ExampleConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-    )
-    served = engine(tiny(64), kv_transfer_config=connector, **FEW_BLOCKS)
-    runner = served.llm.llm_engine.model_executor.driver_worker.model_runner
-    taken_over = watch(runner)
+    served = engine(tiny(64), **connector(tmp_path), **FEW_BLOCKS)
+    taken_over = watch(served.runner)
     answer(served)
     assert taken_over["block tables"] == 0 < taken_over["rows"]

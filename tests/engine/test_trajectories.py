@@ -5,7 +5,6 @@ compared at every step, for prompts that are decoded together in one batch by a 
 """
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm import SamplingParams
 from tests import tolerances
 from tests.engine import reference
 from tests.engine.conftest import HELD_OUT, TRAINED, Engine, GetEngine, chat_tokens
-from tests.engine.one_step import Prompt, engine_input
+from tests.engine.one_step import Prompt
 from tests.engine.parting import Decisions, Settings, first_parting, is_decided_by_rounding
 from tests.engine.rounding import noisy_model
 
@@ -37,10 +36,8 @@ def served_trajectories(
         )
         for seed, max_tokens in enumerate(max_new_tokens)
     ]
-    inputs = [engine_input(prompt) for prompt in prompts]
-    outputs = engine.llm.generate(inputs, params, use_tqdm=False)
     trajectories = []
-    for output in outputs:
+    for output in engine.ask(prompts, params):
         completion = output.outputs[0]
         trajectory = reference.Trajectory(tokens=list(completion.token_ids))
         trajectory.logprobs = [
@@ -129,8 +126,7 @@ def test_trained_checkpoint(engine: GetEngine, num_blocks: int, every: int) -> N
     model = reference.load(TRAINED)
     tokenizer = served.llm.get_tokenizer()
     canvas_length = model.config.canvas_length
-    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-    rows = rows[::every]
+    rows = HELD_OUT[::every]
     prompts = [chat_tokens(tokenizer, row["messages"]) for row in rows]
     # Whole canvases, up to the one that ends the answer.
     lengths = [

@@ -9,20 +9,18 @@ import torch
 from vllm import RequestOutput, SamplingParams
 
 from tests import tolerances
-from tests.engine.conftest import Engine
+from tests.engine.conftest import GetEngine, tokens_of
 from tests.engine.masked import Rule
 from tests.engine.masked_requests import (
     KINDS,
     VOCABULARY,
-    GetEngine,
     GetMade,
     assert_scores,
     count_forwards,
     prompts_of,
 )
 from tests.engine.one_step import random_ids
-from tests.engine.test_grammars import is_person, of
-from tests.engine.test_masked_grammars import text_of
+from tests.engine.test_grammars import is_person, of, text_of
 from tests.engine.verified import Rules, VerifiedReference
 from tests.unit.grammar.canvases import SCHEMAS
 
@@ -38,18 +36,6 @@ def asking(mode: str, max_tokens: int, seed: int = 0, **options: Any) -> Samplin
         | options,
         extra_args={"diffusion_mode": mode},
     )
-
-
-def ask(
-    model: Engine, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[RequestOutput]:
-    model.trace.write_text("")
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return model.llm.generate(inputs, params, use_tqdm=False)
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +69,15 @@ def test_decisions(
     rule, max_tokens, prompts = Rule(temperature=temperature), 41, prompts_of(B) * 2
     options = {"temperature": temperature, "allowed_token_ids": allowed}
     outputs = {
-        mode: ask(
-            model, prompts, [asking(mode, max_tokens, i, **options) for i in range(len(prompts))]
+        mode: model.ask(
+            prompts, [asking(mode, max_tokens, i, **options) for i in range(len(prompts))]
         )
         for mode in MODES
     }
     same = same_drafts = num_drafts = num_accepted = 0
     for i, prompt in enumerate(prompts):
         written = reference.autoregressive(prompt, max_tokens, rule, i)
-        one_by_one, drafted = (tokens_of(outputs[mode])[i] for mode in MODES)
+        one_by_one, drafted = (tokens_of(outputs[mode][i]) for mode in MODES)
         decided = written.decided_tokens(one_by_one, temperature)
         assert written.decided_tokens(drafted, temperature) == decided or drafted == one_by_one
         same += decided
@@ -129,7 +115,7 @@ def test_forwards(
     for seed, prompt in enumerate(prompts_of(4)):
         for max_tokens in (2, 9, 30):
             forwards.clear()
-            (output,) = ask(model, [prompt], [asking(mode, max_tokens, allowed_token_ids=FEW)])
+            (output,) = model.ask([prompt], [asking(mode, max_tokens, allowed_token_ids=FEW)])
             assert len(output.outputs[0].token_ids) == max_tokens
             found = reference.self_speculation(prompt, max_tokens, Rule(), seed)
             stood = found.accepted[-1] == 4 and 1 + sum(found.accepted) == max_tokens
@@ -176,22 +162,11 @@ def test_rules(
         words = []
     prompts = prompts_of(4)
     for temperature in (0.0, 0.8):
-        # Not together: vLLM's top_k and top_p come after the rules, and are its own.
-        found = {
-            mode: tokens_of(
-                ask(
-                    model,
-                    prompts,
-                    [
-                        asking(
-                            mode, 50, i, temperature=temperature, allowed_token_ids=FEW, **options
-                        )
-                        for i in range(len(prompts))
-                    ],
-                )
-            )
-            for mode in MODES
-        }
+        found = {}
+        for mode in MODES:  # not together: vLLM's top_k and top_p come after the rules
+            few = {"temperature": temperature, "allowed_token_ids": FEW, **options}
+            params = [asking(mode, 50, i, **few) for i in range(len(prompts))]
+            found[mode] = list(map(tokens_of, model.ask(prompts, params)))
         assert found[MODES[0]] == found[MODES[1]]
         if temperature and "top_k" in options:
             continue
@@ -218,7 +193,7 @@ def test_log_probabilities(
     prompts = prompts_of(4)
     options = {"logprobs": 20, "prompt_logprobs": 5, "temperature": temperature}
     params = [asking(mode, 20, i, allowed_token_ids=FEW, **options) for i in range(len(prompts))]
-    for prompt, output in zip(prompts, ask(model, prompts, params), strict=True):
+    for prompt, output in zip(prompts, model.ask(prompts, params), strict=True):
         tokens = list(output.outputs[0].token_ids)
         causal = reference.seeded_logits(prompt + tokens, []).log_softmax(-1)
         assert_scores(causal[len(prompt) - 1 : -1], output.outputs[0].logprobs)
@@ -233,11 +208,11 @@ def test_the_next_turn_finds_what_stood(
     model, reference = engine(made("Nemotron", 4).checkpoint, block_size=32), decode(4)
     for length in (3, 40):
         prompt = random_ids(length, VOCABULARY, length)
-        (first,) = tokens_of(ask(model, [prompt], [asking(mode, 100, allowed_token_ids=FEW)]))
+        first = tokens_of(*model.ask([prompt], [asking(mode, 100, allowed_token_ids=FEW)]))
         turn = prompt + first + random_ids(5, VOCABULARY, 9)
         expected = reference.seeded_logits(turn, [])[-1:].log_softmax(-1)
         for cached in ((length + 95) // 32 * 32, 0):
-            (output,) = ask(model, [turn], [asking(mode, 1, logprobs=20)])
+            (output,) = model.ask([turn], [asking(mode, 1, logprobs=20)])
             assert output.num_cached_tokens == cached
             assert_scores(expected, output.outputs[0].logprobs)
             assert model.llm.reset_prefix_cache()
@@ -262,11 +237,11 @@ def test_forms(engine: GetEngine, made: GetMade) -> None:
             )
             for i in range(12)
         ]
-        return ask(model, prompts, params)
+        return model.ask(prompts, params)
 
     for temperature in (0.0, 1.0):
         found = {mode: answers(mode, temperature) for mode in MODES}
-        assert tokens_of(found[MODES[0]]) == tokens_of(found[MODES[1]])
+        assert list(map(tokens_of, found[MODES[0]])) == list(map(tokens_of, found[MODES[1]]))
         for i, output in enumerate(found[MODES[1]]):
             if i % 3 == 0:
                 is_person(text_of(model, output))

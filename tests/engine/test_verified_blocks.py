@@ -2,7 +2,6 @@
 of one token, whatever was drafted."""
 
 import re
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,26 +10,20 @@ import torch
 from vllm import SamplingParams
 
 from tests import tolerances
+from tests.engine.conftest import GetEngine
 from tests.engine.drafts import DraftingReference, decided
 from tests.engine.masked import Reference, Rule, Trajectory
 from tests.engine.masked_requests import (
-    VERIFIED,
     VOCABULARY,
-    GetEngine,
     GetMade,
-    assert_as_alone,
     assert_scores,
-    each_alone,
     generate,
-    neighbours,
     params_of,
     prompts_of,
 )
-from tests.engine.test_grammars import of
+from tests.engine.test_grammars import EOS, of
 from tests.engine.test_masked import blocks_decided_alike
-from tests.engine.test_masked_grammars import EOS
 from tests.engine.test_verified import rules_of
-from tests.engines import asynchronous_scheduling
 
 pytestmark = pytest.mark.numerics
 
@@ -123,31 +116,9 @@ def test_rules_see_every_token_before(
         assert ours.tokens == answer
 
 
-@pytest.fixture(scope="module")
-def with_room(engine: GetEngine) -> GetEngine:
-    return lambda checkpoint, **options: engine(checkpoint, ROOM, **options)
-
-
-@pytest.fixture(scope="module")
-def alone(with_room: GetEngine, made: GetMade) -> list[Trajectory]:
-    return each_alone(with_room, made("SDAR", 4).checkpoint, VERIFIED)
-
-
-@neighbours
-def test_neighbours(
-    with_room: GetEngine, made: GetMade, alone: list[Trajectory], options: dict[str, Any]
-) -> None:
-    """Beside requests of all rules, whose blocks are in flight."""
-    if "long_prefill_token_threshold" in options:  # refused below two blocks
-        options = {"long_prefill_token_threshold": 9}
-    with asynchronous_scheduling() if "async_scheduling" in options else nullcontext():
-        assert_as_alone(with_room, made("SDAR", 4).checkpoint, VERIFIED, alone, options)
-
-
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("max_model_len", [108, 110, 112])
 def test_the_context_ends(
-    engine: GetEngine, made: GetMade, asynchronous: None, max_model_len: int, is_ahead: bool
+    engine: GetEngine, made: GetMade, max_model_len: int, is_ahead: bool
 ) -> None:
     """Its last block has no room for a copy, and is decoded token by token."""
     checkpoint, plain = made("SDAR", 8)
@@ -180,9 +151,8 @@ def test_stop_tokens(engine: GetEngine, made: GetMade, family: str) -> None:
     assert any(0 in ours.steps[-1].revealed for ours in found), "one was finished early"
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 def test_the_next_turn_finds_finished_blocks(
-    engine: GetEngine, made: GetMade, asynchronous: None, is_ahead: bool
+    engine: GetEngine, made: GetMade, is_ahead: bool
 ) -> None:
     """Nothing of a draft or of its copy stays in the cache."""
     checkpoint, plain = made("SDAR", 32)
@@ -192,26 +162,20 @@ def test_the_next_turn_finds_finished_blocks(
     turn = prompt + first.tokens + [7, 8, 9]
     expected = decode.generate(turn, 40, GREEDY).tokens
     for cached in (128, 0):
-        output = model.llm.generate(
-            {"prompt_token_ids": turn}, params_of(GREEDY, 40, 0), use_tqdm=False
-        )[0]
+        output = model.ask([turn], params_of(GREEDY, 40, 0))[0]
         assert output.num_cached_tokens == cached
         assert list(output.outputs[0].token_ids) == expected
         assert model.llm.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
-def test_log_probabilities(
-    engine: GetEngine, made: GetMade, asynchronous: None, is_ahead: bool
-) -> None:
+def test_log_probabilities(engine: GetEngine, made: GetMade, is_ahead: bool) -> None:
     """Of the steps that verified the tokens, in blocks of one token."""
     checkpoint, plain = made("SDAR", 4)
     model = engine(checkpoint, ROOM, block_size=32, async_scheduling=is_ahead)
     decode, prompts = DraftingReference(plain), prompts_of(4)
     params = params_of(GREEDY, 40, 0, logprobs=3)
     params.extra_args["diffusion_logprobs"] = "unmask"
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = model.llm.generate(inputs, params, use_tqdm=False)
+    outputs = model.ask(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         theirs = decode.generate(prompt, 40, GREEDY)
         tokens = list(output.outputs[0].token_ids)
@@ -258,15 +222,9 @@ def closing_params(rule: Rule, i: int, max_tokens: int, form: str) -> SamplingPa
     return params
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize(("family", "block_length"), [("SDAR", 4), ("SDAR", 32), ("LLaDA2", 4)])
 def test_forms(
-    engine: GetEngine,
-    made: GetMade,
-    asynchronous: None,
-    family: str,
-    block_length: int,
-    is_ahead: bool,
+    engine: GetEngine, made: GetMade, family: str, block_length: int, is_ahead: bool
 ) -> None:
     """The grammar sees the tokens that stand, not drafts: an answer is that of a loop that draws
     token by token among the legal ones, in any company."""
@@ -285,9 +243,8 @@ def test_forms(
             assert found.tokens == expected[:length]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 def test_forms_that_max_tokens_cuts_short_are_closed(
-    engine: GetEngine, made: GetMade, asynchronous: None, is_ahead: bool
+    engine: GetEngine, made: GetMade, is_ahead: bool
 ) -> None:
     """Beside requests without a form, and with another rule."""
     model = engine(made("SDAR", 4).checkpoint, ROOM, block_size=32, async_scheduling=is_ahead)

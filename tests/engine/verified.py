@@ -9,17 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests import tolerances
-from tests.engine.masked import Rule
+from tests.engine.masked import Rule, until_stop
 from tests.engine.nemotron import Drawn, SeededReference
 from vllm_dllm.denoise import noise
-
-
-def rounding_decides(drawn: Drawn, row: int, ours: int, temperature: float) -> bool:
-    """Whether a draw is on the boundary between its token and `ours`."""
-    first, last = sorted((drawn.tokens[row], ours))
-    off = (drawn.cumulative[row, first:last] - drawn.draw[row]).abs().max()
-    return temperature > 0 and bool(off <= tolerances.DECISION / temperature)
 
 
 @dataclass
@@ -33,11 +25,10 @@ class Written:
     """[V] each, without rules."""
 
     def decided_tokens(self, found: list[int], temperature: float) -> int:
-        """Tokens up to which `found` is the same. It may part where a draw falls on the boundary
-        between two tokens, so that rounding decides."""
+        """Tokens up to which `found` is the same. It may part where rounding decides."""
         for i, (token, ours) in enumerate(zip(self.tokens, found, strict=True)):
             if token != ours:
-                assert rounding_decides(self.drawn[i], 0, ours, temperature), f"token {i}"
+                assert self.drawn[i].is_between(0, token, ours, temperature), f"token {i}"
                 return i
         return len(found)
 
@@ -56,9 +47,9 @@ class Speculated:
         """Drafts up to which `found` is the same, see `Written.decided_tokens`."""
         for step, (draft, ours) in enumerate(zip(self.drafts, found, strict=False)):
             parted = [i for i, token in enumerate(draft) if token != ours[i]]
+            for i in parted:
+                assert self.drawn[step].is_between(i, draft[i], ours[i], temperature), step
             if parted:
-                for i in parted:
-                    assert rounding_decides(self.drawn[step], i, ours[i], temperature), step
                 return step
         assert len(found) >= len(self.drafts)
         return len(self.drafts)
@@ -123,6 +114,5 @@ class VerifiedReference(SeededReference):
             found.drafts.append(draft)
             found.drawn.append(drawn)
             found.accepted.append(accepted)
-        over = [i for i, token in enumerate(answer[:max_tokens]) if token in stops]
-        found.tokens = answer[: over[0] + 1] if over else answer[:max_tokens]
+        found.tokens = until_stop(answer[:max_tokens], stops)
         return found

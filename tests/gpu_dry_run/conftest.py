@@ -34,6 +34,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     from vllm.v1.worker.gpu import buffer_utils
 
     from vllm_dllm.models import vocabulary
+    from vllm_dllm.step.runner import model_state
 
     device = stand_ins.fake_cuda()
     for name, kernels in KERNELS.items():
@@ -48,6 +49,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     view = "get_accelerator_view_from_cpu_tensor"
     monkeypatch.setattr(buffer_utils, view, stand_ins.view_of_host)
     monkeypatch.setattr(vocabulary, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
     make = torch.tensor
 
     def pinned_tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -57,7 +59,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return made
 
     monkeypatch.setattr(torch, "tensor", pinned_tensor)
-    for log in (device.waits, device.copies, device.launches):
-        log.clear()
+    device.forget()
     with device, torch.inference_mode():
         yield device

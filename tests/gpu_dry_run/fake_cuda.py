@@ -83,6 +83,10 @@ class FakeCuda(TorchDispatchMode):
                 return made
         return self._of_cuda(func, tensors, args, kwargs)
 
+    def forget(self) -> None:
+        for log in (self.waits, self.copies, self.launches):
+            log.clear()
+
     def pin(self, tensor: torch.Tensor) -> None:
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor
 

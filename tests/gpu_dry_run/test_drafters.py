@@ -1,7 +1,7 @@
 """Drafting on a GPU: nobody waits, whichever requests are drafted for; a predictor's widths are
 waited for by who reads them."""
 
-from dataclasses import dataclass, field
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,45 +39,26 @@ class Model:
         self.num_stored += len(positions)
 
 
-@dataclass
-class Batch:
+def make_batch(is_prefill: bool) -> Any:
     """What is read of vLLM's InputBatch: each request has computed `TOKENS` tokens."""
-
-    req_ids: list[str]
-    num_reqs: int
-    num_tokens: int
-    num_scheduled_tokens: np.ndarray
-    num_computed_tokens_np: np.ndarray
-    num_draft_tokens: int
-    is_prefilling_np: np.ndarray
-    prefill_len_np: np.ndarray
-    query_start_loc_np: np.ndarray
-    query_start_loc: torch.Tensor
-    idx_mapping_np: np.ndarray
-    idx_mapping: torch.Tensor
-    positions: torch.Tensor
-    seq_lens_cpu_upper_bound: torch.Tensor
-    extras: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, is_prefill: bool) -> "Batch":
-        n = len(REQUESTS)
-        return cls(
-            req_ids=list(REQUESTS),
-            num_reqs=n,
-            num_tokens=n * TOKENS,
-            num_scheduled_tokens=np.full(n, TOKENS, dtype=np.int32),
-            num_computed_tokens_np=np.zeros(n, dtype=np.int32),
-            num_draft_tokens=0 if is_prefill else n * WIDEST,
-            is_prefilling_np=np.full(n, is_prefill),
-            prefill_len_np=np.full(n, TOKENS, dtype=np.int32),
-            query_start_loc_np=np.arange(n + 1, dtype=np.int32) * TOKENS,
-            query_start_loc=zeros(n + 1, dtype=torch.int32),
-            idx_mapping_np=np.arange(n, dtype=np.int32),
-            idx_mapping=zeros(n, dtype=torch.int32),
-            positions=zeros(n * TOKENS, dtype=torch.int64),
-            seq_lens_cpu_upper_bound=torch.full((n,), TOKENS, dtype=torch.int32),
-        )
+    n = len(REQUESTS)
+    columns = dict(
+        req_ids=list(REQUESTS),
+        num_reqs=n,
+        num_tokens=n * TOKENS,
+        num_scheduled_tokens=np.full(n, TOKENS, dtype=np.int32),
+        num_computed_tokens_np=np.zeros(n, dtype=np.int32),
+        num_draft_tokens=0 if is_prefill else n * WIDEST,
+        is_prefilling_np=np.full(n, is_prefill),
+        prefill_len_np=np.full(n, TOKENS, dtype=np.int32),
+        query_start_loc_np=np.arange(n + 1, dtype=np.int32) * TOKENS,
+        query_start_loc=zeros(n + 1, dtype=torch.int32),
+        idx_mapping_np=np.arange(n, dtype=np.int32),
+        idx_mapping=zeros(n, dtype=torch.int32),
+        positions=zeros(n * TOKENS, dtype=torch.int64),
+        seq_lens_cpu_upper_bound=torch.full((n,), TOKENS, dtype=torch.int32),
+    )
+    return make_dataclass("InputBatch", columns)(**columns)
 
 
 @pytest.fixture
@@ -116,7 +97,7 @@ def speculator(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> WidthDFlashSp
 
 
 def propose(speculator: WidthDFlashSpeculator, is_prefill: bool = False) -> None:
-    batch = Batch.of(is_prefill)
+    batch = make_batch(is_prefill)
     states = [zeros(batch.num_tokens, H)]
     counts = (zeros(batch.num_reqs, dtype=torch.int32) for _ in range(2))
     drafts = speculator.propose(batch, {}, {}, states[0], states, *counts)

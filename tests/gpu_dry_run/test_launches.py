@@ -27,7 +27,6 @@ REPLAY = "a graph's replay"
 @pytest.fixture
 def server(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(test_step, "C", CANVAS)
-    monkeypatch.setattr(test_step.model_state, "build_attn_metadata", lambda **kwargs: kwargs)
     return test_step.start(cuda, VOCABULARY, torch.bfloat16)
 
 

@@ -18,7 +18,6 @@ from tests.unit.step.worker import params
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.step.masked.masked_state import state_class
-from vllm_dllm.step.runner import model_state
 
 V = 1_000
 NEMOTRON = "NemotronLabsDiffusionModel"
@@ -101,16 +100,13 @@ class Server:
 )
 def test_nobody_waits(
     cuda: FakeCuda,
-    monkeypatch: pytest.MonkeyPatch,
     architecture: str,
     modes: tuple[str, ...],
     runs_fa4: bool,
     joins_commits: bool,
 ) -> None:
-    monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
     server = Server(joins_commits, architecture, runs_fa4)
-    for log in (cuda.waits, cuda.copies, cuda.launches):
-        log.clear()
+    cuda.forget()
     for mode in modes:
         for kind, asked in REQUESTS.items():
             server.admit(f"{mode}, {kind}", mode, **asked)
@@ -124,10 +120,7 @@ def test_nobody_waits(
 
 
 @pytest.mark.parametrize("architecture", MOST)
-def test_a_verified_step_launches_no_more_than_it_did(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
-    monkeypatch.setattr(model_state, "build_attn_metadata", lambda **kwargs: kwargs)
+def test_a_verified_step_launches_no_more_than_it_did(cuda: FakeCuda, architecture: str) -> None:
     server = Server(True, architecture)
     server.admit("plain", "verified")
     server.step({"plain": PROMPT}, prefills=True)
