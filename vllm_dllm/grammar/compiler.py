@@ -1,8 +1,7 @@
 """Compiles grammars, each text once for all requests that have it. Refuses grammars for which
 llguidance would take minutes."""
 
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher
@@ -36,8 +35,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
         vocabulary.num_spaces  # noqa: B018 (takes a while for a large vocabulary: not in a step)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compile_once = lru_cache(_MAX_COMPILED)(self._compile)
 
     def start_state(
         self,
@@ -57,26 +55,17 @@ class GrammarCompiler:
         ends = stops | {self.vocabulary.tokenizer.eos_token}
         if exclusions is not None:
             ends = frozenset(end for end in ends if not exclusions.excludes(end, ()))
-        matcher = self._compile(text).deep_copy()
+        matcher = self._compile_once(text).deep_copy()
         return GrammarState(matcher, self.vocabulary, ends, exclusions, min_tokens, reasoning)
 
     def _compile(self, text: str) -> LLMatcher:
-        """Returns the matcher of a grammar, which nothing may move. Compiles it if it is not
-        cached. Raises GrammarError if the grammar is wrong, or no text satisfies it."""
-        with self._lock:
-            matcher = self._compiled.get(text)
-            if matcher is not None:
-                self._compiled.move_to_end(text)
-                return matcher
+        """Returns the matcher of a grammar, which nothing may move. Raises GrammarError if the
+        grammar is wrong, or no text satisfies it."""
         matcher = LLMatcher(self.vocabulary.tokenizer, text, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether anything may come first
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(_describe_error(matcher.get_error()))
-        with self._lock:
-            self._compiled[text] = matcher
-            while len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
         return matcher
 
 

@@ -276,24 +276,10 @@ def load_options(params: SamplingParams | None) -> RequestOptions | None:
     return None if own is None else RequestOptions(**own)
 
 
-def is_read_only(params: SamplingParams | None) -> bool:
-    """Returns whether a request emits its first canvas without a commit and then ends."""
-    return (_stored_fields(params) or {}).get("read_only", False)
-
-
-def fits_canvases(params: SamplingParams | None) -> bool:
-    """Returns `RequestOptions.fits_canvases` of a request; False if it was not admitted."""
-    return (_stored_fields(params) or {}).get("fits_canvases", False)
-
-
-def http_request(params: SamplingParams | None) -> str | None:
-    """Returns `RequestOptions.http_request` of a request; None if it was not admitted."""
-    return (_stored_fields(params) or {}).get("http_request")
-
-
-def verifies_drafts(params: SamplingParams | None) -> bool:
-    """Returns whether a request's acceptance is "verified"; False if it was not admitted."""
-    return (_stored_fields(params) or {}).get("acceptance") == "verified"
+def load_option(params: SamplingParams | None, name: str) -> Any:
+    """Returns one of the options that admission stored, in less time than all of them; its default
+    without admission."""
+    return (_stored_fields(params) or {}).get(name, _DEFAULTS[name])
 
 
 def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import Request
 
 from vllm_dllm.config.extension import RequestLimits
-from vllm_dllm.requests.options import http_request
+from vllm_dllm.requests.options import load_option
 
 _CANVASES_ON_CPUS = 2  # the default of `FairShare.canvases` on CPUs
 REMEMBERED_STEPS = 32
@@ -65,7 +65,10 @@ class FairShare:
 
 def _http_requests(requests: Iterable[Request]) -> list[str]:
     """Returns the name of the HTTP request that each request is part of. Offline each is one."""
-    return [http_request(request.sampling_params) or request.request_id for request in requests]
+    return [
+        load_option(request.sampling_params, "http_request") or request.request_id
+        for request in requests
+    ]
 
 
 def _over_limit(

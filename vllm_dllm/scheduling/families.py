@@ -1,7 +1,5 @@
 """Answers the scheduler's questions about canvases, one class for each kind of model."""
 
-from typing import Any
-
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
@@ -9,7 +7,7 @@ from vllm_dllm.compat.scheduler import stock_canvas_width
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.step_sizes import narrowed_width
-from vllm_dllm.requests.options import fits_canvases, verifies_drafts
+from vllm_dllm.requests.options import load_option
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
@@ -80,7 +78,7 @@ class UniformCanvases(CanvasFamily):
         """Returns vLLM's width, narrowed to the tokens that may still come if the request fits
         canvases."""
         width = super().num_answer_tokens(request)
-        if fits_canvases(request.sampling_params):
+        if load_option(request.sampling_params, "fits_canvases"):
             width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
         return width
 
@@ -90,13 +88,16 @@ class UniformCanvases(CanvasFamily):
 
 
 class MaskedCanvases(CanvasFamily):
-    """A masked model's canvases, which begin as blocks of masks."""
+    """A masked model's canvases, which begin as blocks of masks. If the model's known tokens are
+    causal, blocks are counted from the prompt's end; else they are `AlignedBlocks`."""
 
     def __init__(self, vllm_config: VllmConfig, canvas_length: int, masked: MaskedConfig) -> None:
         super().__init__(vllm_config, canvas_length)
         self.vllm_config, self.masked = vllm_config, masked
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self.is_seeded = masked.family.is_seeded
+        if masked.family.is_causal:
+            self.joins_canvases = False
 
     def check_server(self, block_size: int) -> None:
         """Raises ValueError unless pages hold whole blocks and our worker prefills blocks."""
@@ -108,15 +109,6 @@ class MaskedCanvases(CanvasFamily):
                 f"{self.vllm_config.compilation_config.cudagraph_mode}: finished blocks are "
                 "prefilled. Leave them out."
             )
-
-
-class CausalBlocks(MaskedCanvases):
-    """Canvases of models whose known tokens are causal. Blocks are counted from the prompt's
-    end."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.joins_canvases = False
 
 
 class AlignedBlocks(MaskedCanvases):
@@ -146,7 +138,8 @@ class AlignedBlocks(MaskedCanvases):
 
     def _has_copies(self, request: Request) -> bool:
         """Returns whether drafts of `request` are verified in a second copy of the block."""
-        return self.masked.verifies_copies and verifies_drafts(request.sampling_params)
+        rule = load_option(request.sampling_params, "acceptance")
+        return self.masked.verifies_copies and rule == "verified"
 
     def _unit(self, request: Request) -> int:
         """Returns at multiples of how many tokens canvases of `request` end."""
@@ -168,5 +161,5 @@ def canvas_family(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
     masked = MaskedConfig.if_masked(vllm_config)
     if masked is None:
         return UniformCanvases(vllm_config, canvas_length)
-    kind = CausalBlocks if masked.family.is_causal else AlignedBlocks
+    kind = MaskedCanvases if masked.family.is_causal else AlignedBlocks
     return kind(vllm_config, canvas_length, masked)

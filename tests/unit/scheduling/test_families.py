@@ -9,7 +9,7 @@ from tests.unit.step import worker
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.requests.options import OPTIONS_KEY
 from vllm_dllm.scheduling.families import AlignedBlocks
-from vllm_dllm.scheduling.sessions import SessionScheduling
+from vllm_dllm.scheduling.scheduler import CanvasScheduling
 
 B, CONTEXT = 8, 110  # the context ends inside a block
 
@@ -54,4 +54,4 @@ def test_a_session_computes_its_last_block_anew() -> None:
     scheduler: Any = SimpleNamespace(family=family(1))
     for num_tokens, computed, reused in ((30, 21, 16), (30, 24, 24), (30, 32, 24)):
         session: Any = SimpleNamespace(num_tokens=num_tokens, num_computed_tokens=computed)
-        assert SessionScheduling.num_computed_of_session(scheduler, session) == reused
+        assert CanvasScheduling.num_computed_of_session(scheduler, session) == reused
