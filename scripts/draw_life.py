@@ -58,7 +58,7 @@ BOXES = {
         WORKER,
         2,
         "Embed all rows, self-condition canvases",
-        ("step/uniform/uniform_step.py: condition", "models/self_conditioning.py: forward"),
+        ("step/uniform/uniform_step.py: condition", "models/diffusion_gemma.py: forward"),
     ),
     "flags": Box(
         WORKER,
@@ -91,7 +91,7 @@ BOXES = {
         WORKER,
         7,
         "Both outcomes are computed, one is written",
-        ("step/settling.py: settle, write_slots", "requests/ends.py: is_last_block"),
+        ("step/canvas_stages.py: settle, write_slots", "requests/ends.py: is_last_block"),
     ),
     "arrive": Box(
         ENGINE,

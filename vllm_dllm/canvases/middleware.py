@@ -15,8 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_dllm.canvases.hub import CanvasHub, Feed
-from vllm_dllm.canvases.stream import InterleavedStream
+from vllm_dllm.canvases.hub import CanvasHub, Feed, InterleavedStream
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 

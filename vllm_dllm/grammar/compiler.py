@@ -6,7 +6,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from vllm_dllm.grammar.exclusions import Exclusions
+from vllm_dllm.grammar.masks import Exclusions
 from vllm_dllm.grammar.schema_keys import MAPS
 from vllm_dllm.grammar.state import GrammarState, Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary

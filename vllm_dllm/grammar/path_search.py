@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_dllm.grammar.masks import has_tokens
-from vllm_dllm.grammar.rows import CanvasRows
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.grammar.walk import find_unsure_rows, mask_with_few_spaces
+from vllm_dllm.grammar.walk import CanvasRows, find_unsure_rows, mask_with_few_spaces
 
 MAX_STATES = 100
 """States that a best-first search looks at before it gives up."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher
 
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import add_tokens_, remove_tokens_, unpack_mask
+from vllm_dllm.grammar.masks import Exclusions, add_tokens_, remove_tokens_, unpack_mask
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 

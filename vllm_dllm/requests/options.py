@@ -144,7 +144,7 @@ class RequestOptions:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every token is chosen autoregressively (`step.masked.verified_step`)."""
+        """Whether every token is chosen autoregressively (`step.masked.seeded_step`)."""
         return self.mode != "diffusion"
 
     @property

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from vllm_dllm.grammar.gemma_calls import calls_rule
-from vllm_dllm.grammar.lark import LarkRules, quote_literal
+from vllm_dllm.grammar.gemma_calls import LarkRules, calls_rule, quote_literal
 
 _ANY_TEXT = r"/(.|\n)*/"
 

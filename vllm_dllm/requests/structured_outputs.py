@@ -32,8 +32,8 @@ from vllm_dllm.grammar.compiler import (
     check_schema_size,
 )
 from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
-from vllm_dllm.grammar.exclusions import Exclusions
 from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
+from vllm_dllm.grammar.masks import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.state import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary

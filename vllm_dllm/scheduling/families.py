@@ -116,7 +116,7 @@ class AlignedBlocks(MaskedCanvases):
     first token, so the first canvas may share its block with the prompt.
 
     If drafts are verified in a second copy of the block, a canvas is one block, and the places of
-    the next one follow it for the copy (`step.masked.copied_step`). Where the context has no room
+    the next one follow it for the copy (`step.masked.drafting_step`). Where the context has no room
     for these, the canvas goes without.
     """
 

@@ -13,17 +13,15 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, foreseen_stop_tokens
 from vllm_dllm.requests.options import RequestOptions, load_options, server_defaults
-from vllm_dllm.step.asked.first_canvases import FirstCanvases
+from vllm_dllm.step.asked.first_canvases import FirstCanvases, Predictions
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.asked.logprobs import StepLogprobs
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
-from vllm_dllm.step.asked.predictions import Predictions
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.registry import NewRequest, Registry
-from vllm_dllm.step.slots import CanvasSlots
+from vllm_dllm.step.slots import CanvasSlots, NewRequest, Registry
 from vllm_dllm.step.watched.observers import CanvasObservers
 
 

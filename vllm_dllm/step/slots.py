@@ -2,18 +2,22 @@
 
 The slot index is the runner's request-state index. Slots are only written in place, so the tensors
 keep their addresses. Numbers that a step reads of each request are columns of one tensor, because
-on small batches an operation costs the same whatever it moves.
+on small batches an operation costs the same whatever it moves. Parts of a step keep what only some
+requests ask for by slot, too (`Registry`).
 """
 
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
+from vllm_dllm.requests.options import RequestOptions
 
 # The tensors of `CanvasSlots` that a step changes.
 _CHANGED_BY_STEPS = (
@@ -211,3 +215,35 @@ class CanvasSlots:
             now = getattr(self, name)
             mask = taken_back.view(-1, *[1] * (now.dim() - 1))
             now[idx] = torch.where(mask, before, now[idx])
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that is new to the worker, or comes back after a preemption."""
+
+    slot: int
+    params: SamplingParams
+    options: RequestOptions
+    prompt_len: int  # tokens
+    prefill_len: int  # tokens; after a preemption with the blocks committed so far
+    num_steps: int  # denoise steps that a canvas may take
+
+    @property
+    def is_resumed(self) -> bool:
+        """Returns whether a preemption has interrupted its answer."""
+        return self.prefill_len > self.prompt_len
+
+
+class Registry(Protocol):
+    """The methods that `StepRequests` calls on each part when requests come and leave."""
+
+    def add_request(self, request: NewRequest) -> None:
+        """Keeps what the request asks for. `remove_request` was called for the slot before. Copies
+        to the device may be left to `apply_staged_writes`."""
+
+    def apply_staged_writes(self) -> None:
+        """Copies to the device what was added since the last step. Called when the runner has
+        written the new requests' tokens."""
+
+    def remove_request(self, slot: int) -> None:
+        """Forgets what the slot's request asked for. Does nothing if it asked for nothing."""

@@ -7,8 +7,8 @@ import pytest
 from transformers import Qwen3Config
 from vllm.model_executor.models import qwen3_dflash
 
-from vllm_dllm.drafters.dflash import check_narrow_draft, set_draft_window
-from vllm_dllm.drafters.layout import DrafterLayout, check_drafter, read_layout
+from vllm_dllm.drafters.dflash import check_narrow_draft
+from vllm_dllm.drafters.layout import DrafterLayout, check_drafter, read_layout, set_draft_window
 from vllm_dllm.errors import InputError
 
 # z-lab/Qwen3-8B-DFlash-b16, for Qwen/Qwen3-8B; configs/qwen3-8b-dflash.json of

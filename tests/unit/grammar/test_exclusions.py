@@ -25,8 +25,7 @@ from tests.unit.grammar.canvases import (
 )
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.completion import find_shortest_completion
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import unpack_mask
+from vllm_dllm.grammar.masks import Exclusions, unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 
 PERSON = SCHEMAS["person"]

@@ -21,7 +21,7 @@ from tests.engine.llada2 import Gate
 from tests.unit.models.building import build_any
 from tests.unit.models.test_published_sizes import SIZES, checkpoint_tensors, published
 from vllm_dllm import plugin
-from vllm_dllm.models.llada2 import BlockRouting
+from vllm_dllm.models.masked import BlockRouting
 
 NEMOTRON = [size for size in SIZES if "Nemotron" in size]
 

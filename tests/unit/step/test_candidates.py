@@ -13,7 +13,7 @@ from tests.unit.step.test_logits import C as LONGEST
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.grammar.masks import mask_of_tokens
-from vllm_dllm.grammar.rows import MORE_TOKENS
+from vllm_dllm.grammar.walk import MORE_TOKENS
 from vllm_dllm.models import vocabulary
 from vllm_dllm.step.asked.candidates import MOST_PROBABLE, read_canvas_rows
 from vllm_dllm.step.logits.canvas_logits import WholeLogits

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from attention_kernels.interpreter import interpret_kernels
 from tests import tolerances
 from tests.unit.step.batches import canvas_batch
-from vllm_dllm.models.self_conditioning import SelfConditioning
+from vllm_dllm.models.diffusion_gemma import SelfConditioning
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
 from vllm_dllm.step.uniform import condition_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep

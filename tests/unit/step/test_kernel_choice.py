@@ -11,8 +11,8 @@ import torch
 from vllm_dllm.config import tiles
 from vllm_dllm.config.tiles import VARIABLE, shipped_block_sizes
 from vllm_dllm.measured import folder
-from vllm_dllm.step.runner import kernel_choice
-from vllm_dllm.step.runner.kernel_choice import choose_kernels
+from vllm_dllm.step.runner import worker
+from vllm_dllm.step.runner.worker import choose_kernels
 
 KIND = {"head_size": 512, "has_window": False, "num_heads": 16}
 LAYERS = [{**KIND, "ms": [{"rows": 256, "context": 0, "triton": 2.0, "fa4": 1.0}]}]
@@ -57,16 +57,16 @@ class Start:
             ("set_current_vllm_config", lambda _: torch.no_grad()),
             ("clear_tiles_cache", self.forget),
         ):
-            monkeypatch.setattr(kernel_choice, name, value)
+            monkeypatch.setattr(worker, name, value)
         monkeypatch.setattr(folder, "result_folder", lambda _: path)
-        monkeypatch.setattr(kernel_choice.attention, "measure_attention", self.attention)
-        monkeypatch.setattr(kernel_choice.tiles, "measure_experts", self.tiles)
+        monkeypatch.setattr(worker.attention, "measure_attention", self.attention)
+        monkeypatch.setattr(worker.tiles, "measure_experts", self.tiles)
         monkeypatch.setattr(
-            kernel_choice.expert_kernels, "install_kernels", lambda _, ours: self.used.append(ours)
+            worker.expert_kernels, "install_kernels", lambda _, ours: self.used.append(ours)
         )
 
     def ranks(self, ranks: Ranks) -> None:
-        self.patch.setattr(kernel_choice, "get_tp_group", lambda: ranks)
+        self.patch.setattr(worker, "get_tp_group", lambda: ranks)
 
     def forget(self) -> None:
         self.forgot += 1
@@ -110,7 +110,7 @@ def test_what_was_not_measured_stays_as_shipped(
     shipped = tiles.shipped_tiles(SHIPPED_FILE)
     measured = {SHIPPED_FILE: {"256": {"BLOCK_SIZE_M": 16}}}
     found = measured, {SHIPPED_FILE: {"256": 0}, "other.json": {"256": 32}}, []
-    monkeypatch.setattr(kernel_choice.tiles, "measure_experts", lambda *_: found)
+    monkeypatch.setattr(worker.tiles, "measure_experts", lambda *_: found)
     start.run()
     sizes = shipped_block_sizes()[SHIPPED_FILE] | {"256": 0}
     expected = {SHIPPED_FILE: sizes, "other.json": {"256": 32, "2048": 0}}
@@ -133,7 +133,7 @@ def test_nobody_else_measures(
 def test_batch_invariant_steps_keep_vllm_s_kernels(
     start: Start, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    monkeypatch.setattr(worker, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     start.config.additional_config = {"vllm_dllm": {"kernel_choice": choice}}
     start.run()
     assert start.timed == [] and start.used == []

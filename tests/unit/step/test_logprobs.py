@@ -14,7 +14,7 @@ from tests.unit.step.worker import C, GetWorker, V, noise, params, sure
 from vllm_dllm.denoise.step import temperature
 from vllm_dllm.requests.options import load_options
 from vllm_dllm.step.asked.logprobs import StepLogprobs
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 pytestmark = pytest.mark.numerics
 

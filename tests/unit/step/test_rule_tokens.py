@@ -11,7 +11,7 @@ from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.logits import filters as module
 from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 V, PROMPT = 12, 3
 KINDS: dict[str, dict[str, Any]] = {

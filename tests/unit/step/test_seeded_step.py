@@ -8,9 +8,9 @@ import torch
 
 from tests import tolerances
 from tests.unit.step.worker import MASK, C, V, Worker, noise, sure
+from vllm_dllm.step.masked.drafting_step import ShiftedStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.shifted_step import ShiftedStep
-from vllm_dllm.step.masked.verified_step import VerifiedStep
+from vllm_dllm.step.masked.seeded_step import VerifiedStep
 
 GetWorker = Callable[..., Worker]
 FAMILIES: dict[str, tuple[type[MaskedStep], str]] = {

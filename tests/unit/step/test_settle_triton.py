@@ -19,10 +19,8 @@ from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import StepResult
-from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.settling import Settling
-from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
+from vllm_dllm.step.canvas_stages import Settling, StepResult
+from vllm_dllm.step.slots import CanvasSlots, NewRequest, SlotNumbers
 from vllm_dllm.step.uniform import settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.step.worker import CONTEXT, MASK, C, Worker, noise, sure
-from vllm_dllm.step.masked.verified_step import VerifiedStep
+from vllm_dllm.step.masked.seeded_step import VerifiedStep
 
 GetWorker = Callable[..., Worker]
 joining = pytest.mark.parametrize("joins", [True, False], ids=["joins", "runs ahead"])

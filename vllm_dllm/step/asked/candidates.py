@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.grammar.masks import unpack_mask
-from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
+from vllm_dllm.grammar.walk import MORE_TOKENS, CanvasRows
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 
 MOST_PROBABLE = 32

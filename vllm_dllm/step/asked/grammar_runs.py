@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.denoise.masked import NO_BOUND, GrammarReveal, MaskedRules
-from vllm_dllm.grammar.revealed_run import ChooseCandidate, RunRule, reveal_run
+from vllm_dllm.grammar.canvas import ChooseCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked.answer import Answer
 from vllm_dllm.step.asked.grammars import CanvasGrammars

@@ -22,9 +22,8 @@ from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain_canvas
-from vllm_dllm.grammar.rows import LegalPath
 from vllm_dllm.grammar.state import GrammarState, Reasoning
-from vllm_dllm.grammar.walk import StuckError
+from vllm_dllm.grammar.walk import LegalPath, StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclusions
@@ -32,8 +31,7 @@ from vllm_dllm.step.asked.answer import Answer, KeptMarks
 from vllm_dllm.step.asked.candidates import read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, RowMasks
-from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.slots import CanvasSlots
+from vllm_dllm.step.slots import CanvasSlots, NewRequest
 
 logger = init_logger(__name__)
 

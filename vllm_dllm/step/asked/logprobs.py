@@ -23,7 +23,7 @@ from vllm_dllm.step.asked.logprob_tensors import (
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 from vllm_dllm.step.logits.masked_logits import MaskedLogits
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 
 class StepLogprobs:

@@ -9,7 +9,7 @@ from vllm_dllm.denoise.masked import NO_BOUND, Edits, MaskedRules, even_share
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.settings import write_rows_
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 _NEVER = 2.0  # a threshold that no probability exceeds
 _ALWAYS = -1.0  # a threshold that every probability exceeds
@@ -28,7 +28,7 @@ class _Settings(NamedTuple):
     entropy_bound: float  # nats, or NO_BOUND
     edit_threshold: float  # probability; _NEVER: no revealed token changes
     edit_steps: float  # most steps that only change revealed tokens
-    is_verified: float  # 1 = canvases are drafts, see `verified_step`, `drafting_step`
+    is_verified: float  # 1 = canvases are drafts, see `VerifiedStep`, `DraftingStep`
     blocks_in_flight: float  # blocks that are denoised together; _ALL: all of a canvas
 
 
@@ -135,8 +135,8 @@ class MaskedSlotSettings:
         return any(not one.is_greedy for one in self._known_settings(batch.slots_list))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: whether the drafts of the slots [n] are verified, see `verified_step`
-        and `drafting_step`."""
+        """Returns [n] bool: whether the drafts of the slots [n] are verified, see `VerifiedStep`
+        and `DraftingStep`."""
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:

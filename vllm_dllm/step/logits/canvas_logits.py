@@ -2,7 +2,7 @@
 tiles."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,12 +11,42 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.step.logits.filters import LogitFilters, RuleContext
-from vllm_dllm.step.logits.sampling_memory import (
-    BYTES_PER_WHOLE_LOGIT,
-    SamplingMemory,
-    rows_within_budget,
-)
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+
+# fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
+BYTES_PER_WHOLE_LOGIT = 8 * 4
+
+
+def most_step_bytes(model: Any, dtype: torch.dtype, rows: int, budget_bytes: int) -> int:
+    """Returns the most bytes that a step of `rows` rows takes for logits and the values computed
+    from them. `dtype`: the model's."""
+    if model.streams_vocabulary:
+        return budget_bytes
+    # The LM head's output, its soft-capped copy, and one to which rules are applied.
+    per_logit = dtype.itemsize + 8
+    return budget_bytes + rows * model.config.vocab_size * per_logit
+
+
+def rows_within_budget(vocab_size: int, budget_bytes: int) -> int:
+    """Returns how many rows of logits, with the values computed from them, fit the budget; at least
+    1."""
+    return max(1, budget_bytes // (vocab_size * BYTES_PER_WHOLE_LOGIT))
+
+
+class SamplingMemory:
+    """Records the most memory that a step's logits, and what is made of them, have taken. It is
+    counted on the host, from shapes: no allocator is asked, so it is the same on every device, and
+    nothing waits."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """`budget_bytes`: the most that one tile of logits may take, beside logits that are held
+        whole."""
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+
+    def record(self, num_bytes: int) -> None:
+        """Records that `num_bytes` are held at once."""
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
 
 
 class RowMasks(NamedTuple):

@@ -16,7 +16,7 @@ from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to_device
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 
 @lru_cache

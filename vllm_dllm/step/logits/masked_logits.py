@@ -10,10 +10,15 @@ import torch
 from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import argmax, sample_by_inversion
-from vllm_dllm.grammar.revealed_run import ChooseCandidate, RowCandidate
+from vllm_dllm.grammar.canvas import ChooseCandidate, RowCandidate
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import LogitTools, RowMasks, WholeLogits, tiles
-from vllm_dllm.step.logits.sampling_memory import rows_within_budget
+from vllm_dllm.step.logits.canvas_logits import (
+    LogitTools,
+    RowMasks,
+    WholeLogits,
+    rows_within_budget,
+    tiles,
+)
 
 
 class MaskedLogits(WholeLogits):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 
 class RuleTokens(NamedTuple):

@@ -17,15 +17,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.logits.canvas_logits import (
+    BYTES_PER_WHOLE_LOGIT,
     LogitTools,
     ReadRows,
     RowMasks,
     concat_rows,
     read_rows,
+    rows_within_budget,
     tiles,
 )
 from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.sampling_memory import BYTES_PER_WHOLE_LOGIT, rows_within_budget
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader

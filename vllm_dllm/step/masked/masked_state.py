@@ -13,12 +13,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from attention_kernels.masks import block_spans, verifying_spans
 from vllm_dllm.compat.gpu import keep_during_sleep
 from vllm_dllm.config.architectures import Family
-from vllm_dllm.step.masked.copied_step import CopiedStep
-from vllm_dllm.step.masked.drafting_step import DraftingStep
+from vllm_dllm.step.masked.drafting_step import CopiedStep, DraftingStep, ShiftedStep
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.shifted_step import ShiftedStep
-from vllm_dllm.step.masked.verified_step import VerifiedStep
+from vllm_dllm.step.masked.seeded_step import VerifiedStep
 from vllm_dllm.step.runner.attn_requests import AttnRequests
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 
