@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 
@@ -18,7 +17,6 @@ from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED, PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
-from vllm_dllm.requests.http import key_error
 from vllm_dllm.requests.limits import (
     check_allowed_tokens,
     check_embeddings,
@@ -32,6 +30,7 @@ from vllm_dllm.requests.limits import (
     check_sampler_limits,
     check_token_limits,
     http_request_name,
+    refusal,
 )
 from vllm_dllm.requests.options import (
     PREFIX,
@@ -101,10 +100,9 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     if served.family is not None and not served.family.is_causal:
         for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
             if getattr(params, name) is not None:
-                raise VLLMValidationError(
+                raise refusal(
                     f"{name} is not possible with a masked model: a row of the prompt has seen its "
-                    f"own token and those of its block. Leave it out.",
-                    parameter=name,
+                    f"own token and those of its block. Leave it out."
                 )
     if options.read_only:
         params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
@@ -172,7 +170,7 @@ def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions
         _check_canvas(options, served)
         _check_companions(options, params, served.tokenizer)
     except ValueError as error:
-        raise key_error(error) from error
+        raise refusal(str(error)) from error
     return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
 
 
@@ -283,10 +281,9 @@ def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:
     VLLMValidationError if min_tokens are more than that."""
     most = min(params.max_tokens or width, width)
     if params.min_tokens > most:  # which the engine would fail to decode
-        raise VLLMValidationError(
+        raise refusal(
             f"min_tokens must be at most {most}, the canvas of this request with "
-            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out.",
-            parameter="min_tokens",
+            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out."
         )
     own = params.clone()
     own.max_tokens, own.ignore_eos = most, True

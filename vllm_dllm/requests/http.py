@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
-from vllm_dllm.requests.limits import begin_http_request
+from vllm_dllm.requests.limits import begin_http_request, refusal
 from vllm_dllm.requests.options import KEYS, PREFIX, parse_values
 from vllm_dllm.requests.prediction import move_openai_prediction
 
@@ -99,8 +99,7 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         own_place = "Put it into sampling_params.extra_args"
         remedy = own_place if "sampling_params" in body else "Leave it out"
         raise VLLMValidationError(
-            f"{name} has no effect in {place} on this route. {remedy}.",
-            parameter=name,
+            f"{name} has no effect in {place} on this route. {remedy}.", parameter=name
         )
 
 
@@ -139,13 +138,6 @@ def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
         f"leave it out.",
         parameter=parameter,
     )
-
-
-def key_error(error: ValueError) -> VLLMValidationError:
-    """Returns the error for a mistake in a request's keys, whose message begins with the key, in
-    quotes if it is no plain word. Does not raise it."""
-    first = re.match(r"'[^']*'|\S+", message := str(error))
-    return VLLMValidationError(message, parameter=first and first[0].strip("'"))
 
 
 _Place = tuple[Any, str] | None
@@ -210,7 +202,7 @@ def _check_xargs(keys: dict[str, Any]) -> None:
     try:
         parse_values(keys)
     except ValueError as error:
-        raise key_error(error) from error
+        raise refusal(str(error)) from error
 
 
 def _check_parts(messages: Any) -> None:
@@ -223,11 +215,10 @@ def _check_parts(messages: Any) -> None:
         if not isinstance(value, dict):
             continue
         if value.get("image_pil") is not None:
-            raise VLLMValidationError(
+            raise refusal(
                 "image_pil is for programs that call vLLM in Python, got it in a request. Send "
                 'the image as {"type": "image_url", "image_url": {"url": "data:image/png;base64,'
-                '…"}}.',
-                parameter="image_pil",
+                '…"}}.'
             )
         name, inner = "input_audio", value.get("input_audio") or {}
         if value.get("type") == "image":
@@ -244,17 +235,15 @@ def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: 
     if kind not in (None, "auto", "none"):
         if forces_tool_calls:
             return
-        raise VLLMValidationError(
+        raise refusal(
             f"tool_choice must be 'auto' or 'none' on this server, got {choice!r}: it has no "
             "tool parser that tells the form of a call. Start it with a --tool-call-parser that "
             "does, such as gemma4_strict or, for calls in JSON, hermes, or ask for the call in the "
-            "prompt.",
-            parameter="tool_choice",
+            "prompt."
         )
     if kind != "none" and not parses_tool_calls:
-        raise VLLMValidationError(
+        raise refusal(
             "tools need a server that looks for calls in the answers, and this one does not. Start "
             "it with --enable-auto-tool-choice and --tool-call-parser, leave tools out, or set "
-            "tool_choice to 'none'.",
-            parameter="tools",
+            "tool_choice to 'none'."
         )

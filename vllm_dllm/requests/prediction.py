@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.requests.limits import refusal
 from vllm_dllm.requests.options import PREDICTION
 
 
@@ -40,19 +40,15 @@ def move_openai_prediction(body: dict[str, Any]) -> None:
         return
     text = _prediction_text(prediction)
     if text is None:
-        raise VLLMValidationError(
+        raise refusal(
             'prediction must be {"type": "content", "content": ...} with a text or a list of '
-            f"parts of type text, got {reprlib.repr(prediction)}.",
-            parameter="prediction",
+            f"parts of type text, got {reprlib.repr(prediction)}."
         )
     own = body.get("vllm_xargs") or {}
     if not isinstance(own, dict):
         return  # vLLM refuses it
     if own.get(PREDICTION) is not None:
-        raise VLLMValidationError(
-            f"prediction and {PREDICTION} in vllm_xargs are the same. Leave one out.",
-            parameter="prediction",
-        )
+        raise refusal(f"prediction and {PREDICTION} in vllm_xargs are the same. Leave one out.")
     body["vllm_xargs"] = {**own, PREDICTION: text}
 
 
