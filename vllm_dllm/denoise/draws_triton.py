@@ -86,7 +86,7 @@ def _draw(origin, position, choices):
 @triton.jit(
     do_not_specialize_on_alignment=[
         *("slots", "ends", "lengths", "keys", "steps_done", "num_steps", "t_min", "t_span")
-    ],
+    ]
 )
 def _temperature_and_noise_kernel(
     slots,  # [n] int64

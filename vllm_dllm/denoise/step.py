@@ -10,12 +10,7 @@ from vllm_dllm.denoise.acceptance import (
     accept_forced_positions,
     reveal_best_guesses,
 )
-from vllm_dllm.denoise.convergence import (
-    AT_REST,
-    is_confident,
-    times_repeated,
-    up_to_first_stop,
-)
+from vllm_dllm.denoise.convergence import AT_REST, is_confident, times_repeated, up_to_first_stop
 from vllm_dllm.denoise.row_stats import RowStats
 
 

@@ -24,11 +24,7 @@ from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
-from vllm_dllm.drafters.layout import (
-    check_served_drafter,
-    extend_positions,
-    set_draft_window,
-)
+from vllm_dllm.drafters.layout import check_served_drafter, extend_positions, set_draft_window
 from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
 # Keys of the config of a DFlash2 drafter alone.

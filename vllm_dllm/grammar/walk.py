@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.masks import (
-    has_token,
-    mask_of_tokens,
-    only_token,
-    pack_mask,
-    unpack_mask,
-)
+from vllm_dllm.grammar.masks import has_token, mask_of_tokens, only_token, pack_mask, unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 
 MORE_TOKENS = 512

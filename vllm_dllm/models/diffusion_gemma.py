@@ -23,10 +23,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.compat.concurrent_experts import (
-    allow_concurrent_experts,
-    run_experts_beside_mlp,
-)
+from vllm_dllm.compat.concurrent_experts import allow_concurrent_experts, run_experts_beside_mlp
 from vllm_dllm.compat.row_reductions import read_rows_once
 from vllm_dllm.models import video_frames, vision
 from vllm_dllm.models.expected_weights import ExpectedWeights, errors_at_a_tensor
@@ -95,7 +92,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             "model.encoder.language_model.": "model.",
             "model.encoder.vision_tower.": "vision_tower.",
             "model.encoder.embed_vision.": "embed_vision.",
-        },
+        }
     )
     packed_modules_mapping = {  # noqa: RUF012 (vLLM reads it as a class attribute)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],

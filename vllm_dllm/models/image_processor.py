@@ -182,10 +182,7 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
         return IMAGE * mm_counts.get("image", 0) + VIDEO * mm_counts.get("video", 0)
 
     def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: MultiModalDummyOptions,
+        self, seq_len: int, mm_counts: Mapping[str, int], mm_options: MultiModalDummyOptions
     ) -> MultiModalDataDict:
         """Returns the largest images and videos of a prompt."""
         if self.info.image_processor is None:

@@ -1,7 +1,7 @@
 """What a step knows of its canvases, from stage to stage: inputs, denoised, settled, result. It
 settles which canvases are emitted, committed or denoised again."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from vllm_dllm.step.asked.masked_settings import MaskedStepSettings
 from vllm_dllm.step.asked.settings import StepSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
-from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import CanvasSlots, SlotNumbers, SlotTokens
+
+if TYPE_CHECKING:
+    from vllm_dllm.step.requests import StepRequests
 
 
 class Drafts(NamedTuple):
@@ -110,7 +112,7 @@ class Settling:
     """Settles canvases and writes their slots. `settle_triton` does the same in kernels."""
 
     def __init__(
-        self, slots: CanvasSlots, requests: StepRequests, *, spares_last_commit: bool
+        self, slots: CanvasSlots, requests: "StepRequests", *, spares_last_commit: bool
     ) -> None:
         """`spares_last_commit`: whether a request's last block is emitted without a commit."""
         self.slots, self.requests = slots, requests

@@ -159,15 +159,7 @@ class CanvasStep(ABC):
         cut = self.requests.grammars.cut_answers(inputs.batch)
         needs_numbers = denoised.is_committed is not None or inputs.drafts is not None or cut
         if self.requests.are_counted or needs_numbers:
-            self._numbers = count_canvases(
-                inputs.batch,
-                denoised.outcome,
-                denoised.stats.entropy_nats,
-                settled.denoises,
-                is_committed=denoised.is_committed,
-                verified_now=None if inputs.drafts is None else inputs.drafts.verified_now,
-                cut=cut,
-            )
+            self._numbers = count_canvases(inputs, denoised, settled, cut)
 
     @abstractmethod
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:

@@ -94,10 +94,10 @@ class StepRequests:
         end, stops = self._find_end(request)
         self.slots.stage_request(
             slot,
-            seed=int(self.sampling_states.seeds.np[slot]),
+            stops,
+            noise_key=int(self.sampling_states.seeds.np[slot]),
             num_steps=num_steps,
             end=end,
-            stop_tokens=stops,
             width=options.canvas_length or self._canvas_length,
             fitted_end=end if options.fits_canvases else NO_END,
             is_committing=options.is_verified and options.canvas_length == 1,  # nothing to draft

@@ -106,28 +106,13 @@ class CanvasSlots:
     def stage_request(
         self,
         slot: int,
-        *,
-        seed: int,
-        num_steps: int,
-        end: int,
         stop_tokens: list[int],  # at most MAX_FORESEEN_STOPS
-        width: int,
-        fitted_end: int,
-        symmetric_window: bool,
-        is_committing: bool = False,
+        **numbers: int,
     ) -> None:
         """Stages a new or resumed request, with nothing denoised yet, for `apply_staged_writes`.
-        Arguments are as in `SlotNumbers`; `seed` is the request's noise seed."""
-        values = dict(
-            is_committing=is_committing,
-            noise_key=seed,  # until `apply_staged_writes`
-            num_steps=num_steps,
-            end=end,
-            width=width,
-            fitted_end=fitted_end,
-            symmetric_window=symmetric_window,
-        )
-        self.host_numbers[slot] = [values.get(name, 0) for name in SlotNumbers._fields]
+        `numbers`: fields of `SlotNumbers`, others are 0; as `noise_key` the request's seed."""
+        assert numbers.keys() <= _COLUMN.keys(), "fields of SlotNumbers"
+        self.host_numbers[slot] = [numbers.get(name, 0) for name in SlotNumbers._fields]
         self._host_stops[slot] = NEVER
         self._host_stops[slot, : len(stop_tokens)] = stop_tokens
         self.num_stops[slot] = len(stop_tokens)

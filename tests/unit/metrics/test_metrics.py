@@ -82,7 +82,11 @@ def numbers(**columns: list[Any]) -> Any:
         revealed=at["revealed"].bool(),
     )
     entropy = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 0.0, 9.0]])
-    return count_canvases(batch, outcome, entropy, at["denoises"].bool())
+    inputs: Any = SimpleNamespace(batch=batch, drafts=None)
+    stats = SimpleNamespace(entropy_nats=entropy)
+    denoised: Any = SimpleNamespace(outcome=outcome, stats=stats, is_committed=None)
+    settled: Any = SimpleNamespace(denoises=at["denoises"].bool())
+    return count_canvases(inputs, denoised, settled, ())
 
 
 def test_a_step_in_numbers() -> None:

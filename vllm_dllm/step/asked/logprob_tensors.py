@@ -11,12 +11,20 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.compat.logprobs import pack_step_into_ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogprobRequest:
-    """The log-probabilities that one request wants for each of its tokens."""
+    """The log-probabilities that one request wants for each of its tokens, and what is kept of
+    earlier steps for it."""
 
     num_logprobs: int  # most likely tokens to report besides the chosen one
     token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
+    when_placed: bool = False  # of the step that placed a token
+    read_only: bool = False
+    constrained: bool = False  # among its allowed tokens
+    latest: LogprobsTensors | None = None
+    """Scores [C rows] of the latest step that was not taken back, or of the steps that placed the
+    tokens."""
+    seed: torch.Tensor | None = None  # logits [V] that the canvas' first token was drawn from
 
 
 class Placements(NamedTuple):

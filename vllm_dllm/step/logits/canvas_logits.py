@@ -113,12 +113,7 @@ class CanvasLogits(Protocol):
 class WholeLogits:
     """`CanvasLogits` made of logits [rows, V] fp32. Requests' rules are applied once, to a copy."""
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        context: RuleContext,
-        tools: LogitTools,
-    ) -> None:
+    def __init__(self, logits: torch.Tensor, context: RuleContext, tools: LogitTools) -> None:
         self.batch = context.batch
         self.soft, self.filters, self.memory = tools
         self.tile_rows = rows_within_budget(logits.shape[1], self.memory.budget_bytes)

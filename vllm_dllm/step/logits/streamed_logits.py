@@ -178,7 +178,7 @@ class StreamedLogits:
                 logits, blocks, weights = reader.read_tile(F.linear(own, head[tile]))
                 soft.add_tile(logits, blocks, weights, weight[tile])
             blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
-            parts.append((reader.join(blocks), soft.result()))
+            parts.append((reader.join(blocks), self.soft.finish_rows(soft)))
         return concat_rows(parts)
 
     def _reader(

@@ -98,16 +98,14 @@ class DraftingStep(MaskedStep):
     ) -> torch.Tensor:
         """Returns [n, C] int64: the candidates, legal ones in verified canvases with a grammar.
         Moves grammars on, and then waits for the device. Costs nothing without a grammar."""
-        batch, tokens = inputs.batch, choice.candidates.tokens
-        if not self.grammars.any_in(batch):
+        tokens = choice.candidates.tokens
+        if not self.grammars.any_in(inputs.batch):
             return tokens
-        counts, canvas = is_verified & ~inputs.skips_grammars, self.slots.canvas[batch.slot_index]
+        counts = is_verified & ~inputs.skips_grammars
         tokens = self.grammars.legal_verified_tokens(
-            batch, inputs.starts, counts & is_draft, canvas, choice.draws, tokens, lead=0
+            inputs, counts & is_draft, choice.draws, tokens, lead=0
         )
-        return self.grammars.legal_drafts(
-            batch, inputs.starts, counts & ~is_draft, choice.draws, tokens
-        )
+        return self.grammars.legal_drafts(inputs, counts & ~is_draft, choice.draws, tokens)
 
 
 class CopiedStep(DraftingStep):

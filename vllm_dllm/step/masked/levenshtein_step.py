@@ -106,8 +106,7 @@ class LevenshteinStep(MaskedStep):
         barred = None
         if ruled:
             barred = filters.spelling_changes(
-                batch,
-                inputs.starts,
+                inputs,
                 torch.where(step.hidden, candidates.tokens, step.canvas),
                 likely_edits(step, candidates, edit_threshold),
                 candidates.tokens,

@@ -145,9 +145,7 @@ class MaskedStep(CanvasStep):
         skipped = inputs.skips_grammars
         if (is_verified := self._settings_of(inputs).is_verified) is not None:
             skipped |= is_verified
-        return self.grammars.reveal_runs(
-            inputs.batch, inputs.starts, skipped, rules, draws, self.part_length
-        )
+        return self.grammars.reveal_runs(inputs, skipped, rules, draws, self.part_length)
 
     def _draws(self, inputs: StepInputs, source: torch.Tensor) -> RowDraws:
         """Returns the step's logits, made of `source` [rows, V], with the temperatures and the
@@ -212,8 +210,7 @@ class MaskedStep(CanvasStep):
                 # Hidden positions take no token that completes a word with those that are kept.
                 candidates = choice.candidates.tokens
                 barred = self.requests.filters.spelling_changes(
-                    inputs.batch,
-                    inputs.starts,
+                    inputs,
                     torch.where(revealed, canvas, candidates),
                     changed_tokens(choice.candidates, canvas, revealed, edits),
                     candidates,

@@ -110,9 +110,8 @@ class SeededStep(MaskedStep):
         is_new, ends = result.emitted > 0, inputs.block_ends
         if self._last_canvases is not None:
             is_new, ends = is_new[self._last_canvases], ends[self._last_canvases]
-        self.requests.filters.write_emitted_tokens(
-            inputs.batch, inputs.starts, result.best_guess, result.emitted
-        )
+        filters = self.requests.filters
+        filters.write_emitted_tokens(inputs, result.best_guess, result.emitted)
         seeds = self._sample_seed_tokens(last, logits, ends, is_new)
         slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
         slots.revealed[idx, 0] = slots.revealed[idx, 0] | is_new
@@ -241,7 +240,7 @@ class VerifiedStep(SeededStep):
         canvas = self.slots.canvas[batch.slot_index]
         counts = drafts.verified_now if inputs.cut is None else drafts.verified_now & ~inputs.cut
         tokens = self.grammars.legal_verified_tokens(
-            batch, inputs.starts, counts, canvas, draws, choice.candidates.tokens, lead=1
+            inputs, counts, draws, choice.candidates.tokens, lead=1
         )
         matches = tokens[:, :-1] == canvas[:, 1:]
         if batch.valid is not None:

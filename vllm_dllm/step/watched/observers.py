@@ -16,9 +16,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
-from vllm_dllm.denoise.step import StepOutcome
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_stages import Denoised, Settled, StepInputs
 from vllm_dllm.step.slots import NewRequest
 from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, StepCanvases, Watcher
 
@@ -144,16 +144,12 @@ class CanvasTrace:
 
 
 def count_canvases(
-    batch: CanvasBatch,
-    outcome: StepOutcome,
-    entropy_nats: torch.Tensor,  # [n, C]
-    denoises: torch.Tensor,  # [n] bool, canvases that are denoised, not committed or taken back
-    is_committed: torch.Tensor | None = None,  # [n] bool, as in `Denoised`
-    verified_now: torch.Tensor | None = None,  # [n] bool, drafts whose tokens this step verifies
-    cut: Sequence[int] = (),  # as in `CanvasNumbers`
+    inputs: StepInputs, denoised: Denoised, settled: Settled, cut: Sequence[int]
 ) -> CanvasNumbers:
-    """Returns the numbers of a step's canvases for the metrics, still being copied to the host."""
-    accepted = outcome.accepted
+    """Returns the numbers of a step's canvases for the metrics, still being copied to the host.
+    `cut`: as in `CanvasNumbers`."""
+    batch, outcome, denoises = inputs.batch, denoised.outcome, settled.denoises
+    accepted, entropy_nats = outcome.accepted, denoised.stats.entropy_nats
     if batch.valid is not None:
         accepted, entropy_nats = accepted & batch.valid, entropy_nats * batch.valid
     flags = {"denoises": denoises, "finished": outcome.finished}
@@ -161,10 +157,10 @@ def count_canvases(
         flags["converged"] = outcome.converged
     if outcome.revealed is not None:
         flags["revealed"] = outcome.revealed
-    if is_committed is not None:
-        flags["committed"] = is_committed & denoises
-    if verified_now is not None:
-        flags["verified"] = verified_now
+    if denoised.is_committed is not None:
+        flags["committed"] = denoised.is_committed & denoises
+    if inputs.drafts is not None:
+        flags["verified"] = inputs.drafts.verified_now
     # Written in place, because on small batches each operation costs the same.
     values = entropy_nats.new_empty(3 + len(flags), len(denoises), dtype=torch.float32)
     values[0] = outcome.state.steps_done
