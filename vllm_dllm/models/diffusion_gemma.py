@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.compat.concurrent_experts import allow_concurrent_experts, run_experts_beside_mlp
 from vllm_dllm.compat.row_reductions import read_rows_once
-from vllm_dllm.models import video_frames, vision
+from vllm_dllm.models import vision
 from vllm_dllm.models.expected_weights import ExpectedWeights, errors_at_a_tensor
 from vllm_dllm.models.image_processor import (
     IMAGE,
@@ -165,7 +165,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         `ImageProcessor` made of them."""
         assert self.vision_tower is not None and self.embed_vision is not None
         if "frame_patches" in images:
-            images = video_frames.as_images(images)
+            images = vision.as_images(images)
         patches, patch_positions = images["patches"], images["patch_positions"]
         counts = images["num_image_tokens"].tolist()  # they stay on the host
         return vision.encode_images(

@@ -3,7 +3,7 @@
 Patches are made by transformers' image processor for Pillow. The processors that a checkpoint names
 need torchvision, which a CPU install does not have. The prompt says `<|image|>` once per image;
 here that becomes a begin mark, as many image tokens as the tower has rows for it, and an end mark.
-`<|video|>` becomes such a run for each frame, behind the time it is shown at (`video_frames.py`).
+`<|video|>` becomes such a run for each frame, behind the time it is shown at (`vision.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from vllm.multimodal.processing.processor import (
 )
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
-from vllm_dllm.models import video_frames
+from vllm_dllm.models import vision
 from vllm_dllm.requests.media import (
     MAX_ITEMS,
     check_image_size,
@@ -79,7 +79,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
         """Returns the processor that makes patches of videos' frames, for a checkpoint that has an
         `image_processor`. Raises ValueError if it does not fit the vision tower."""
         model_config = self.ctx.model_config
-        processor = video_frames.load_frame_processor(model_config.model, model_config.revision)
+        processor = vision.load_frame_processor(model_config.model, model_config.revision)
         _check_fits_tower("video", processor, self.get_hf_config().vision_config)
         return processor
 
@@ -238,7 +238,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         if counts.get("video"):
             processor = self.info.frame_processor
             videos = items.get_items("video", VideoProcessorItems)
-            made |= video_frames.make_patches(videos, processor, partial(_check_size, processor))
+            made |= vision.make_patches(videos, processor, partial(_check_size, processor))
         return BatchFeature(made)
 
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
@@ -250,7 +250,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         }
         if "num_frames" not in made:
             return images
-        return images | video_frames.field_configs(made["num_frames"])
+        return images | vision.field_configs(made["num_frames"])
 
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
         """Returns which tokens replace the one token of each image or video in a prompt."""
@@ -265,9 +265,9 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
         def video_tokens(index: int) -> PromptUpdateDetails:
             """Returns the tokens that replace the video of this index, see
-            `video_frames.prompt_tokens`."""
+            `vision.prompt_tokens`."""
             encode = partial(self.info.get_tokenizer().encode, add_special_tokens=False)
-            tokens = video_frames.prompt_tokens(
+            tokens = vision.prompt_tokens(
                 processed["video"][index],
                 encode,
                 config.boi_token_id,

@@ -29,10 +29,11 @@ from vllm_dllm.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
     check_grammar_size,
+    check_joined_patterns,
+    check_lark,
     check_schema_size,
 )
 from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
-from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
 from vllm_dllm.grammar.masks import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.state import Reasoning

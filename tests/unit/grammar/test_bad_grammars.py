@@ -6,9 +6,13 @@ import pytest
 from llguidance import LLMatcher, grammar_from
 
 from tests.unit.grammar.canvases import ENDLESS, start
-from vllm_dllm.grammar.compiler import GrammarError, check_schema_size
+from vllm_dllm.grammar.compiler import (
+    GrammarError,
+    check_joined_patterns,
+    check_lark,
+    check_schema_size,
+)
 from vllm_dllm.grammar.completion import find_completion
-from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
 
 
 def of_json(schema: object) -> str:

@@ -15,7 +15,7 @@ from vllm_dllm.denoise.logit_rules import LogitRules
 from vllm_dllm.grammar.masks import mask_of_tokens
 from vllm_dllm.grammar.walk import MORE_TOKENS
 from vllm_dllm.models import vocabulary
-from vllm_dllm.step.asked.candidates import MOST_PROBABLE, read_canvas_rows
+from vllm_dllm.step.asked.answer import MOST_PROBABLE, read_canvas_rows
 from vllm_dllm.step.logits.canvas_logits import WholeLogits
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 

@@ -27,8 +27,7 @@ from vllm_dllm.grammar.walk import LegalPath, StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclusions
-from vllm_dllm.step.asked.answer import Answer, KeptMarks
-from vllm_dllm.step.asked.candidates import read_canvas_rows
+from vllm_dllm.step.asked.answer import Answer, KeptMarks, read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, RowMasks
 from vllm_dllm.step.slots import CanvasSlots, NewRequest
