@@ -7,7 +7,7 @@ after each block the next place is searched for with the answer's last tokens.
 
 import torch
 
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 
 LONGEST = 8
 """How many of the answer's last tokens are searched for in the prediction."""

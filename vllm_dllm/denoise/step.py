@@ -4,14 +4,17 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dllm.denoise.acceptance import (
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import (
+    AT_REST,
     Reveal,
     accept_by_entropy_bound,
     accept_forced_positions,
+    is_confident,
     reveal_best_guesses,
+    times_repeated,
+    up_to_first_stop,
 )
-from vllm_dllm.denoise.convergence import AT_REST, is_confident, times_repeated, up_to_first_stop
-from vllm_dllm.denoise.row_stats import RowStats
 
 
 class StepRules(NamedTuple):
@@ -44,7 +47,7 @@ class CanvasState(NamedTuple):
     """What n canvases keep from step to step."""
 
     best_guess: torch.Tensor  # [n, C] int64, of the last step
-    times_repeated: torch.Tensor  # [n] int64, see `convergence.times_repeated`
+    times_repeated: torch.Tensor  # [n] int64, see `rules.times_repeated`
     steps_done: torch.Tensor  # [n] int64
     num_steps: torch.Tensor  # [n] int64, step cap N
 

@@ -13,8 +13,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vllm_dllm.grammar.continuations import all_continuations, promising_continuations
-from vllm_dllm.grammar.respelling import MAX_SHRINKAGE, respell
+from vllm_dllm.grammar.continuations import (
+    MAX_SHRINKAGE,
+    all_continuations,
+    promising_continuations,
+    respell,
+)
 from vllm_dllm.grammar.state import GrammarState
 
 MAX_STATES = 500

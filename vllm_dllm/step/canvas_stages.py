@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.denoise.step import StepOutcome
 from vllm_dllm.requests.ends import EVERY_BLOCK, is_last_block
 from vllm_dllm.step.asked.logprob_tensors import Placements

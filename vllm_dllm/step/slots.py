@@ -6,8 +6,9 @@ on small batches an operation costs the same whatever it moves. Parts of a step 
 requests ask for by slot, too (`Registry`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
 from vllm_dllm.requests.options import RequestOptions
 
@@ -219,16 +220,19 @@ class NewRequest:
         return self.prefill_len > self.prompt_len
 
 
-class Registry(Protocol):
-    """The methods that `StepRequests` calls on each part when requests come and leave."""
+class Registry(ABC):
+    """A part that keeps what requests ask for. `StepRequests` tells it when requests come and
+    leave."""
 
+    @abstractmethod
     def add_request(self, request: NewRequest) -> None:
         """Keeps what the request asks for. `remove_request` was called for the slot before. Copies
         to the device may be left to `apply_staged_writes`."""
 
-    def apply_staged_writes(self) -> None:
-        """Copies to the device what was added since the last step. Called when the runner has
-        written the new requests' tokens."""
+    def apply_staged_writes(self) -> None:  # noqa: B027
+        """Copies to the device what was added since the last step; nothing in this class. Called
+        when the runner has written the new requests' tokens."""
 
+    @abstractmethod
     def remove_request(self, slot: int) -> None:
         """Forgets what the slot's request asked for. Does nothing if it asked for nothing."""

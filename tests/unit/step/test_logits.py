@@ -10,9 +10,9 @@ import torch
 from tests import tolerances
 from tests.unit.step.batches import Filters, Model, canvas_batch
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.logit_rules import LogitRules
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.step.logits import soft_embedding
 from vllm_dllm.step.logits.canvas_logits import (
     LogitTools,

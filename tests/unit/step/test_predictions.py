@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.unit.step.batches import canvas_batch
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.first_canvases import Predicted, Predictions
 from vllm_dllm.step.slots import CanvasSlots, NewRequest

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.paths import ROOT
 from tests.unit.step.worker import CONTEXT, CPU, MASK, C, GetWorker, V, Worker, noise
 from vllm_dllm.denoise import noise as draws
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import KEYS, STREAM_CANVASES
 from vllm_dllm.step.batch import CanvasBatch

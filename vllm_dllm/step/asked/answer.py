@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.denoise.acceptance import Reveal
+from vllm_dllm.denoise.rules import Reveal
 from vllm_dllm.grammar.masks import unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import MORE_TOKENS, CanvasRows

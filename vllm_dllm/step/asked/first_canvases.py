@@ -7,7 +7,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.prediction import (
     fill_behind_end,
     locate_next_block,
@@ -15,11 +14,12 @@ from vllm_dllm.denoise.prediction import (
     realign_block,
     tokens_at,
 )
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.slots import CanvasSlots, Index, NewRequest
+from vllm_dllm.step.slots import CanvasSlots, Index, NewRequest, Registry
 
 
-class FirstCanvases:
+class FirstCanvases(Registry):
     """Writes the canvases that clients send into slots. Only the first block of a request starts
     from its canvas. Its pinned positions keep their tokens."""
 
@@ -99,7 +99,7 @@ class Predicted(NamedTuple):
     slots: torch.Tensor  # [k] int64
 
 
-class Predictions:
+class Predictions(Registry):
     """Starts blocks from the text that clients expect (`denoise.prediction`). Keeps predictions by
     slot, and the place that each answer has reached in its prediction. A request without one costs
     nothing.

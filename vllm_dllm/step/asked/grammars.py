@@ -18,8 +18,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.compat.grammar import serialize_grammar
-from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import Reveal
 from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.state import GrammarState, Reasoning
@@ -30,7 +30,7 @@ from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclus
 from vllm_dllm.step.asked.answer import Answer, KeptMarks, read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, RowMasks
-from vllm_dllm.step.slots import CanvasSlots, NewRequest
+from vllm_dllm.step.slots import CanvasSlots, NewRequest, Registry
 
 logger = init_logger(__name__)
 
@@ -66,7 +66,7 @@ class Legal(NamedTuple):
         return torch.where(self.next_forced == _NONE, next_canvas, self.next_forced)
 
 
-class CanvasGrammars:
+class CanvasGrammars(Registry):
     """Keeps the grammars of requests by slot, and finds the legal paths of their canvases. A
     request without a grammar has no entry."""
 

@@ -25,10 +25,10 @@ from vllm_dllm.step.asked.logprob_tensors import (
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 from vllm_dllm.step.logits.masked_logits import MaskedLogits
-from vllm_dllm.step.slots import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 
-class StepLogprobs:
+class StepLogprobs(Registry):
     """Keeps log-probabilities by slot and reports them with the tokens that a step emits. Only
     requests that ask for log-probabilities have an entry."""
 
@@ -54,9 +54,6 @@ class StepLogprobs:
             read_only=options.read_only,
             constrained=options.constrained,
         )
-
-    def apply_staged_writes(self) -> None:
-        """Does nothing: `add_request` stages no copies."""
 
     def remove_request(self, slot: int) -> None:
         self._requests.pop(slot, None)

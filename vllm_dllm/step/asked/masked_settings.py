@@ -9,7 +9,7 @@ from vllm_dllm.denoise.masked import NO_BOUND, Edits, MaskedRules, even_share
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.settings import write_rows_
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.slots import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 _NEVER = 2.0  # a threshold that no probability exceeds
 _ALWAYS = -1.0  # a threshold that every probability exceeds
@@ -82,7 +82,7 @@ class MaskedStepSettings(NamedTuple):
         return Edits(edits, self.edit_threshold, self.edit_steps, steps_done)
 
 
-class MaskedSlotSettings:
+class MaskedSlotSettings(Registry):
     """The settings of every slot, on the host and in a table on the device."""
 
     def __init__(

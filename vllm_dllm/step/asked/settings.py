@@ -13,7 +13,7 @@ from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.slots import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 
 class LoadStages:
@@ -92,7 +92,7 @@ class StepSettings(NamedTuple):
     reveal: RevealSettings | None = None  # None: no canvas reveals permanently
 
 
-class SlotSettings:
+class SlotSettings(Registry):
     """The settings of every slot, in a table on the device. The host keeps those of slots that
     differ from the server's settings."""
 

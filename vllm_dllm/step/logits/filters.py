@@ -13,11 +13,11 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.slots import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 if TYPE_CHECKING:
     from vllm_dllm.step.canvas_stages import StepInputs
@@ -42,7 +42,7 @@ class RuleContext(NamedTuple):
     rows take their best guesses."""
 
 
-class LogitFilters:
+class LogitFilters(Registry):
     """Keeps requests' rules and truncations by slot, and applies them to logits. Requests without
     any have no entry and cost nothing."""
 

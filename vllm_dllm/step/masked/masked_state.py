@@ -37,9 +37,9 @@ class CausalModelState(DiffusionModelState):
 
 class MaskedModelState(CausalModelState):
     """The state of models in which every row, a prompt's or a canvas', sees all blocks up to its
-    own."""
+    own. In this class, candidates may delete and insert tokens."""
 
-    step_cls: type[MaskedStep] = MaskedStep
+    step_cls: type[MaskedStep] = LevenshteinStep
     step: MaskedStep
 
     def __init__(
@@ -77,12 +77,6 @@ class MaskedModelState(CausalModelState):
         positions = input_batch.positions[:num_tokens]
         spans[:num_tokens] = block_spans(positions, self.step.block_length)
         return spans
-
-
-class LevenshteinModelState(MaskedModelState):
-    """The state of models whose candidates may delete and insert tokens."""
-
-    step_cls = LevenshteinStep
 
 
 class DraftingModelState(MaskedModelState):
@@ -132,4 +126,4 @@ def state_class(family: Family) -> type[CausalModelState]:
         return CausalModelState
     if family.is_shifted:
         return ShiftedModelState
-    return LevenshteinModelState if family.moves_tokens else DraftingModelState
+    return MaskedModelState if family.moves_tokens else DraftingModelState

@@ -15,7 +15,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.masked import (
     Ahead,
     Candidates,
@@ -27,6 +26,7 @@ from vllm_dllm.denoise.masked import (
     threshold_ahead,
 )
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from vllm_dllm.config.step_sizes import WIDTH_STEP
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_FORESEEN_STOPS
 from vllm_dllm.step.asked.settings import Settings, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
@@ -173,7 +173,7 @@ _EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
 
 @triton.jit
 def _mean(nats, places):
-    """The mean over those places, as in `convergence.is_confident`."""
+    """The mean over those places, as in `rules.is_confident`."""
     count = tl.sum(places.to(tl.int32), 0).to(tl.float64)
     return tl.sum(tl.where(places, nats, 0.0).to(tl.float64), 0) / count
 

@@ -11,10 +11,9 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.denoise import read_denoise_config
-from vllm_dllm.denoise.acceptance import Reveal
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN, Reveal
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step, temperature
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings
 from vllm_dllm.step.batch import CanvasBatch

@@ -19,13 +19,13 @@ from vllm_dllm.config.files import LineFile
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, Settled, StepInputs
-from vllm_dllm.step.slots import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, StepCanvases, Watcher
 
 logger = init_logger(__name__)
 
 
-class CanvasObservers:
+class CanvasObservers(Registry):
     """Shows canvases to the trace file, and to clients that watch, by slot.
 
     All ranks know which canvases are watched, since a step whose canvases are watched runs other
@@ -55,9 +55,6 @@ class CanvasObservers:
             return
         self._watchers[request.slot] = Watcher(*found)
         self._sender = self._sender or CanvasSender()
-
-    def apply_staged_writes(self) -> None:
-        """Does nothing: `add_request` stages no copies."""
 
     def remove_request(self, slot: int) -> None:
         """Queues the end of the slot's stream of canvases, if its client watches."""
