@@ -42,8 +42,7 @@ class PredictorConfig:
     hidden_size: int  # of the network's two hidden layers
 
     def __post_init__(self) -> None:
-        """Raises InputError for an unknown variant, or for block sizes or a vocabulary that do
-        not fit."""
+        """Raises InputError for an unknown variant, or for block sizes that do not fit."""
         if self.variant not in HIDDEN_SIZES:
             raise InputError(
                 f"expected a predictor variant of {', '.join(HIDDEN_SIZES)}, got {self.variant!r}"
@@ -55,10 +54,6 @@ class PredictorConfig:
             raise InputError(
                 f"expected block sizes of 2 (the anchor and a token) to {self.trained_block_size}, "
                 f"the block the drafter was trained with, got {list(sizes)}"
-            )
-        if self.variant == "small" and self.vocab_size < TOP_K:
-            raise InputError(
-                f"the small variant takes a vocabulary of at least {TOP_K}, got {self.vocab_size}"
             )
 
     @property

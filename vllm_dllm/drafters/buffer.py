@@ -31,13 +31,7 @@ class BlockBuffer:
 
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
         """Makes the folder `path` and starts the thread. One block in `every` is kept. Several
-        processes may share `path`. Raises ValueError if `max_bytes` or `every` is too small, or the
-        folder cannot be written."""
-        if max_bytes < NUM_SHARDS or every < 1:
-            raise ValueError(
-                f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
-                f"more, got {max_bytes} bytes and one in {every}"
-            )
+        processes may share `path`. Raises ValueError if the folder cannot be written."""
         check_folder("drafter.buffer", path)
         self.path = path
         self.max_bytes = max_bytes
