@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_dllm.grammar import walk
 from vllm_dllm.grammar.completion import (
     find_completion,
     find_completion_quickly,
@@ -20,19 +21,11 @@ from vllm_dllm.grammar.completion import (
 from vllm_dllm.grammar.masks import mask_of_tokens, only_token
 from vllm_dllm.grammar.path_search import beam_search, best_first_search
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.grammar.walk import (
-    CanvasRows,
-    LegalPath,
-    StuckError,
-    mask_with_few_spaces,
-    trace_path,
-    walk_best_guesses,
-)
 
 
 def cut_to_fit(
     start: GrammarState,  # before the path; its plan and its cached completions are changed
-    path: LegalPath,
+    path: walk.LegalPath,
     end: GrammarState,  # after the path
     num_tokens: int,  # that the answer may get after `start`
 ) -> list[int] | None:
@@ -101,7 +94,7 @@ _ROWS_BEFORE_REPAIR = 24
 class ConstrainedCanvas:
     """The legal tokens of one canvas, and what they mean for the next one."""
 
-    path: LegalPath  # shorter than the canvas if the answer ends: the rows after it are free
+    path: walk.LegalPath  # shorter than the canvas if the answer ends: the rows after it are free
     next_forced: list[int]  # tokens that the next canvas has to begin with
     ended: bool  # the path ends the answer
     is_cut: bool  # the answer was cut and closed, because not all of it fits into its tokens
@@ -109,7 +102,7 @@ class ConstrainedCanvas:
 
 def constrain_canvas(
     start: GrammarState,  # at the canvas' first row; only its plan and found completions change
-    rows: CanvasRows,
+    rows: walk.CanvasRows,
     num_tokens: int,  # that the answer may still get, those of this canvas included
     stop: int | None,  # stop token to append to an answer that is cut; None: append nothing
 ) -> ConstrainedCanvas:
@@ -121,16 +114,18 @@ def constrain_canvas(
     path, end = find_cheap_path(start, rows)
     tokens = cut_to_fit(start, path, end, num_tokens)
     if tokens is None and path.is_stuck:
-        raise StuckError("no token is legal")
+        raise walk.StuckError("no token is legal")
     if tokens is not None:
         if stop is not None:
             tokens = [*tokens, stop]
         end = start.copy()
-        path = trace_path(end, rows, tokens[: len(rows)])
+        path = walk.trace_path(end, rows, tokens[: len(rows)])
     return ConstrainedCanvas(path, end.forced_tokens(), end.has_ended, is_cut=tokens is not None)
 
 
-def find_cheap_path(start: GrammarState, rows: CanvasRows) -> tuple[LegalPath, GrammarState]:
+def find_cheap_path(
+    start: GrammarState, rows: walk.CanvasRows
+) -> tuple[walk.LegalPath, GrammarState]:
     """Returns a legal path through the rows, up to the answer's end, and the grammar's state after
     the path. Does not move `start`.
 
@@ -138,7 +133,7 @@ def find_cheap_path(start: GrammarState, rows: CanvasRows) -> tuple[LegalPath, G
     `MAX_WALK_COST_NATS`, a search may replace it by a cheaper path. Raises StuckError if the
     matcher has given up."""
     end = start.copy()
-    path = walk_best_guesses(end, rows)
+    path = walk.walk_best_guesses(end, rows)
     if path.confident_cost_nats <= MAX_WALK_COST_NATS and not path.is_stuck:
         return path, end
     first_repair = len(path.tokens) if path.first_repair is None else path.first_repair
@@ -148,7 +143,7 @@ def find_cheap_path(start: GrammarState, rows: CanvasRows) -> tuple[LegalPath, G
     if cheaper is None or (cheaper.cost_nats >= path.cost_nats and not path.is_stuck):
         return path, end
     end = start.copy()
-    return trace_path(end, rows, cheaper.tokens), end
+    return walk.trace_path(end, rows, cheaper.tokens), end
 
 
 class RowCandidate(NamedTuple):
@@ -205,7 +200,7 @@ def reveal_run(
     max_tokens = min(num_rows - first, num_tokens)
     end = state.copy()
     tokens = _choose_run(end, choose_candidate, first, max_tokens, rule)
-    closing = cut_to_fit(state, LegalPath(tokens), end, num_tokens)
+    closing = cut_to_fit(state, walk.LegalPath(tokens), end, num_tokens)
     is_cut = False
     if closing is not None:
         pairs = zip(tokens, closing, strict=False)
@@ -234,10 +229,10 @@ def _choose_run(
         is_next_part = part is not None and (rule.block_offset + row) % part == 0
         if state.has_ended or (is_next_part and not is_due):
             break
-        mask = mask_with_few_spaces(state)
+        mask = walk.mask_with_few_spaces(state)
         if not mask.any():
             if not tokens:
-                raise StuckError("no token is legal")
+                raise walk.StuckError("no token is legal")
             break
         if (token := only_token(mask)) is None:
             # Where the model would stop inside of its reasoning, it ends the reasoning.

@@ -13,12 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vllm_dllm.grammar.continuations import (
-    MAX_SHRINKAGE,
-    all_continuations,
-    promising_continuations,
-    respell,
-)
+from vllm_dllm.grammar import continuations
 from vllm_dllm.grammar.state import GrammarState
 
 MAX_STATES = 500
@@ -86,10 +81,10 @@ def complete_greedily(state: GrammarState, max_tokens: int) -> list[int] | None:
     cheap, and right for most of JSON."""
     start, state = state, state.copy()
     tokens: list[int] = []
-    while len(tokens) <= MAX_SHRINKAGE * max_tokens:
+    while len(tokens) <= continuations.MAX_SHRINKAGE * max_tokens:
         if state.is_complete():
-            return respell(start, tokens)
-        following = next(promising_continuations(state), None)
+            return continuations.respell(start, tokens)
+        following = next(continuations.promising_continuations(state), None)
         if following is None or state.consume_tokens(following) < len(following):
             return None
         tokens += following
@@ -116,7 +111,7 @@ def search_shortest_first(state: GrammarState, max_tokens: int) -> list[int] | N
             if seen[mask] > _MAX_SAME_MASK:
                 continue
             num_states += 1
-            for following in promising_continuations(reached, thorough=True):
+            for following in continuations.promising_continuations(reached, thorough=True):
                 ahead = reached.copy()
                 is_legal = ahead.consume_tokens(following) == len(following)
                 if is_legal and not ahead.in_optional_call:
@@ -133,7 +128,7 @@ def certainly_has_no_completion(state: GrammarState, max_tokens: int) -> bool:
     waiting = deque([(0, state.copy())])
     while waiting and waiting[0][0] <= 2 * max_tokens:
         length, reached = waiting.popleft()
-        following = all_continuations(reached)
+        following = continuations.all_continuations(reached)
         if reached.is_complete() or following is None or len(waiting) + len(following) > _MAX_WAYS:
             return False
         for tokens in following:
@@ -161,15 +156,15 @@ def complete_by_exploring(state: GrammarState, max_tokens: int) -> list[int] | N
     was_legal = np.ones(vocabulary.size, dtype=bool)
     tokens: list[int] = []
     times_taken: dict[bytes, Counter[int]] = defaultdict(Counter)  # by the legal tokens
-    while len(tokens) <= max(MAX_SHRINKAGE * max_tokens, MAX_TOKENS):
+    while len(tokens) <= max(continuations.MAX_SHRINKAGE * max_tokens, MAX_TOKENS):
         if state.is_complete():
-            return respell(start, _cut_detours(start, tokens))
+            return continuations.respell(start, _cut_detours(start, tokens))
         following = state.reasoning_ends()[:1] or state.forced_tokens()
         is_legal = state.closing_tokens()
         if not following:
             exits = order[(is_legal & ~was_legal)[order]].tolist()
             choices = exits or order[is_legal[order]].tolist()
-            choices = choices or next(promising_continuations(state), [])
+            choices = choices or next(continuations.promising_continuations(state), [])
             times = times_taken[is_legal.tobytes()]
             following = [min(choices, key=times.__getitem__)] if choices else []
             times.update(following)
@@ -187,7 +182,7 @@ def _cut_detours(start: GrammarState, tokens: list[int]) -> list[int]:
     while i < len(tokens):
         best, end = tokens[i : i + 1], i + 1
         tried: set[tuple[int, bytes]] = set()  # ten digits lead to one state
-        for head in ([], *promising_continuations(state)):
+        for head in ([], *continuations.promising_continuations(state)):
             ahead = state.copy()
             if len(head) > 1 or ahead.consume_tokens(head) < len(head):
                 continue
@@ -214,7 +209,7 @@ def reuse_plan(
     token or the forced tokens. Tries ends without an added token first. Returns None if no end is
     found."""
     masks = _masks_along(start, plan)
-    for head in ([], *promising_continuations(state)):
+    for head in ([], *continuations.promising_continuations(state)):
         ahead = state.copy()
         if ahead.consume_tokens(head) < len(head):
             continue

@@ -32,13 +32,7 @@ from vllm.multimodal.processing.processor import (
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
 from vllm_dllm.models import vision
-from vllm_dllm.requests.media import (
-    MAX_ITEMS,
-    check_image_size,
-    check_media_count,
-    check_no_processor_options,
-    check_pixels,
-)
+from vllm_dllm.requests import media
 
 logger = init_logger(__name__)
 
@@ -110,10 +104,10 @@ class ImageProcessingInfo(BaseProcessingInfo):
         wants_text = "image" in limits and limits["image"].count == 0 and "video" not in limits
         if self.video_token_id is not None and not wants_text:
             kinds.append("video")
-        return {kind: None if kind in limits else MAX_ITEMS[kind] for kind in kinds}
+        return {kind: None if kind in limits else media.MAX_ITEMS[kind] for kind in kinds}
 
     def validate_num_items(self, modality: str, num_items: int) -> None:
-        check_media_count(modality, num_items, self.allowed_mm_limits)
+        media.check_media_count(modality, num_items, self.allowed_mm_limits)
 
     def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
         return {}  # of requests
@@ -220,7 +214,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         Raises VLLMValidationError if the request has processor options of its own, or an image has
         a wrong size or values that are not colours.
         """
-        check_no_processor_options(options)
+        media.check_no_processor_options(options)
         made: dict[str, Any] = {}
         counts = items.get_all_counts()  # 0 of a kind in what vLLM warms up with
         if counts.get("image"):
@@ -231,7 +225,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
                 _check_size(processor, *images.get_image_size(i))
             pictures = processor(images.get_all(), return_tensors="pt")
             made |= {
-                "patches": check_pixels(pictures["pixel_values"]),
+                "patches": media.check_pixels(pictures["pixel_values"]),
                 "patch_positions": pictures["image_position_ids"],
                 "num_image_tokens": pictures["num_soft_tokens_per_image"],
             }
@@ -294,4 +288,4 @@ def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> 
     """Raises VLLMValidationError for an image of a wrong size, in pixels, if the processor does not
     scale."""
     if not processor.do_resize:
-        check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)
+        media.check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)

@@ -17,21 +17,7 @@ from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED, PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
-from vllm_dllm.requests.limits import (
-    check_allowed_tokens,
-    check_embeddings,
-    check_first_token,
-    check_logprobs,
-    check_numbers,
-    check_prediction_text,
-    check_prompt,
-    check_repetition_detection,
-    check_request_limits,
-    check_sampler_limits,
-    check_token_limits,
-    http_request_name,
-    refusal,
-)
+from vllm_dllm.requests import limits
 from vllm_dllm.requests.options import (
     PREFIX,
     STEP_KEYS,
@@ -94,13 +80,13 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     """
     options = _read_options(params, served)
     if served.limits is not None:
-        check_request_limits(served.limits, params, options)
-        check_repetition_detection(params)
-        check_prediction_text(served.limits, options, served.tokenizer)
+        limits.check_request_limits(served.limits, params, options)
+        limits.check_repetition_detection(params)
+        limits.check_prediction_text(served.limits, options, served.tokenizer)
     if served.family is not None and not served.family.is_causal:
         for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
             if getattr(params, name) is not None:
-                raise refusal(
+                raise limits.refusal(
                     f"{name} is not possible with a masked model: a row of the prompt has seen its "
                     f"own token and those of its block. Leave it out."
                 )
@@ -110,12 +96,12 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     if params.thinking_token_budget is not None:
         # Not refused: Anthropic's clients that ask for thinking cannot leave it out.
         logger.warning_once("thinking_token_budget is ignored by diffusion models.")
-    check_prompt(request.prompt_token_ids or (), served.vocab_size)
+    limits.check_prompt(request.prompt_token_ids or (), served.vocab_size)
     resolved = request.sampling_params
-    check_numbers(resolved)
-    check_logprobs(resolved, served.vocab_size)
-    check_allowed_tokens(resolved, is_constrained=options.constrained)
-    check_first_token(resolved, served.vocab_size)
+    limits.check_numbers(resolved)
+    limits.check_logprobs(resolved, served.vocab_size)
+    limits.check_allowed_tokens(resolved, is_constrained=options.constrained)
+    limits.check_first_token(resolved, served.vocab_size)
     if resolved.structured_outputs is not None:
         check_structured_outputs(
             resolved,
@@ -128,7 +114,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     options = _complete_options(options, served.tokenizer)
     if served.limits is not None:
         num_tokens = len(request.prompt_token_ids or ())
-        check_token_limits(served.limits, resolved, options, num_tokens, served.vocab_size)
+        limits.check_token_limits(served.limits, resolved, options, num_tokens, served.vocab_size)
     options.store_in(resolved)
     return request
 
@@ -143,13 +129,13 @@ def admit_target(
         VLLMValidationError: becomes HTTP 400; a parameter is one that the sampler cannot serve.
     """
     request = resolve(params)
-    check_numbers(request.sampling_params)
-    check_logprobs(request.sampling_params, vocab_size)
-    check_allowed_tokens(request.sampling_params)
-    check_sampler_limits(request.sampling_params)
+    limits.check_numbers(request.sampling_params)
+    limits.check_logprobs(request.sampling_params, vocab_size)
+    limits.check_allowed_tokens(request.sampling_params)
+    limits.check_sampler_limits(request.sampling_params)
     if to_many:
-        check_repetition_detection(request.sampling_params)
-    check_embeddings(request.prompt_embeds)
+        limits.check_repetition_detection(request.sampling_params)
+    limits.check_embeddings(request.prompt_embeds)
     wanted = request.sampling_params.structured_outputs
     if wanted is not None and isinstance(wanted.json, dict):
         # As text, whose integers may be of any size, as in `check_structured_outputs`.
@@ -170,13 +156,13 @@ def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions
         _check_canvas(options, served)
         _check_companions(options, params, served.tokenizer)
     except ValueError as error:
-        raise refusal(str(error)) from error
+        raise limits.refusal(str(error)) from error
     return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
 
 
 def _complete_options(options: RequestOptions, tokenizer: Any) -> RequestOptions:
     """Returns the options with values that follow from others."""
-    changes: dict[str, Any] = {"http_request": http_request_name()}
+    changes: dict[str, Any] = {"http_request": limits.http_request_name()}
     if options.mode == "autoregressive":
         changes["canvas_length"] = 1  # the token that is known
     if isinstance(options.prediction, str):
@@ -281,7 +267,7 @@ def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:
     VLLMValidationError if min_tokens are more than that."""
     most = min(params.max_tokens or width, width)
     if params.min_tokens > most:  # which the engine would fail to decode
-        raise refusal(
+        raise limits.refusal(
             f"min_tokens must be at most {most}, the canvas of this request with "
             f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out."
         )

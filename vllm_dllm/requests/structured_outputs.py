@@ -11,6 +11,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from vllm_dllm.compat import parsers
 from vllm_dllm.compat.grammar import (
     BACKEND,
     check_nesting,
@@ -18,12 +19,6 @@ from vllm_dllm.compat.grammar import (
     make_llguidance_tokenizer,
     serialize_grammar,
     use_guidance,
-)
-from vllm_dllm.compat.parsers import (
-    NO_REASONING_ENDS,
-    ReasoningEnds,
-    find_reasoning_ends,
-    make_reasoning_parser,
 )
 from vllm_dllm.grammar.compiler import (
     GrammarCompiler,
@@ -163,13 +158,13 @@ def parse_exclusions(
 
 
 @lru_cache(maxsize=8)
-def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | None:
+def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> parsers.ReasoningEnds | None:
     """Returns the tokens around the reasoning of the reasoning parser `name`, from the file
     `plugin` if it is not "". Cached. None: the parser takes everything for the answer."""
     config = StructuredOutputsConfig(reasoning_parser=name, reasoning_parser_plugin=plugin)
-    parser = make_reasoning_parser(config, tokenizer)
+    parser = parsers.make_reasoning_parser(config, tokenizer)
     assert parser is not None
-    return find_reasoning_ends(parser)
+    return parsers.find_reasoning_ends(parser)
 
 
 def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
@@ -180,7 +175,7 @@ def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Rea
     if not name or config.enable_in_reasoning:
         return None
     ends = _reasoning_ends(name, config.reasoning_parser_plugin, tokenizer)
-    if ends == NO_REASONING_ENDS:
+    if ends == parsers.NO_REASONING_ENDS:
         raise _refusal(
             "structured outputs of a diffusion model need a reasoning parser whose reasoning ends "
             f"with one token, and this server has --reasoning-parser {name}. Start it with another "

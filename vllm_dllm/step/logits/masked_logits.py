@@ -12,16 +12,10 @@ from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import argmax, sample_by_inversion
 from vllm_dllm.grammar.canvas import ChooseCandidate, RowCandidate
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import (
-    LogitTools,
-    RowMasks,
-    WholeLogits,
-    rows_within_budget,
-    tiles,
-)
+from vllm_dllm.step.logits import canvas_logits
 
 
-class MaskedLogits(WholeLogits):
+class MaskedLogits(canvas_logits.WholeLogits):
     """The logits of masked models' canvases."""
 
     def all_rows(self, *, in_process: bool) -> torch.Tensor:
@@ -42,7 +36,7 @@ class RowNoise(NamedTuple):
     """The temperatures and the noise by which tokens are drawn from the rows of a step."""
 
     batch: CanvasBatch
-    tools: LogitTools
+    tools: canvas_logits.LogitTools
     temperature: torch.Tensor  # [rows, 1] fp32
     uniform: torch.Tensor | None  # [rows] float64; None: all are greedy
     is_greedy: torch.Tensor  # [rows] bool
@@ -64,8 +58,8 @@ class RowNoise(NamedTuple):
 
     def draw_tokens(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         """Returns the tokens [k] int64 that `draw` draws, tile by tile."""
-        length = rows_within_budget(logits.shape[1], self.tools.memory.budget_bytes)
-        parts = zip(tiles(rows, length), logits.split(length), strict=True)
+        length = canvas_logits.rows_within_budget(logits.shape[1], self.tools.memory.budget_bytes)
+        parts = zip(canvas_logits.tiles(rows, length), logits.split(length), strict=True)
         return torch.cat([self.draw(of_tile, tile).tokens for tile, of_tile in parts])
 
 
@@ -130,7 +124,7 @@ class RowDraws(NamedTuple):
         logits = self.logits.all_rows(in_process=True)[rows]
         judged = logits if self.judges_unscaled else self.noise.scale(logits, rows)
         if words is not None:
-            masks = RowMasks(np.zeros(1, dtype=np.int64), words[None])
+            masks = canvas_logits.RowMasks(np.zeros(1, dtype=np.int64), words[None])
             masks.exclude_(logits := logits.clone(), 0)
         drawn = self.noise.draw(logits, rows, judged)
         # Tokens are below 2 ** 53.

@@ -14,17 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.masked import (
-    Ahead,
-    Candidates,
-    GrammarReveal,
-    MaskedOutcome,
-    MaskedRules,
-    changed_tokens,
-    masked_step,
-    threshold_ahead,
-)
+from vllm_dllm.denoise import masked, noise
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
@@ -44,9 +34,9 @@ class Choice(NamedTuple):
     """What a step may write into n canvases, and the rules that choose among it."""
 
     draws: RowDraws
-    candidates: Candidates  # fields [n, C]
-    rules: MaskedRules
-    by_grammar: GrammarReveal | None  # None: no canvas has a grammar
+    candidates: masked.Candidates  # fields [n, C]
+    rules: masked.MaskedRules
+    by_grammar: masked.GrammarReveal | None  # None: no canvas has a grammar
 
 
 class MaskedStep(CanvasStep):
@@ -130,16 +120,18 @@ class MaskedStep(CanvasStep):
         counts &= is_stop.cumsum(dim=-1) == is_stop
         return counts if batch.valid is None else counts & batch.valid
 
-    def _ahead(self, rules: MaskedRules, settings: MaskedStepSettings) -> Ahead | None:
+    def _ahead(
+        self, rules: masked.MaskedRules, settings: MaskedStepSettings
+    ) -> masked.Ahead | None:
         """Returns how positions behind the first unfinished block are revealed. Returns None if
         none are."""
         if self.blocks_in_flight == 1:
             return None
-        return Ahead(threshold_ahead(rules.threshold), settings.blocks_in_flight)
+        return masked.Ahead(masked.threshold_ahead(rules.threshold), settings.blocks_in_flight)
 
     def _reveal_by_grammars(
-        self, inputs: StepInputs, rules: MaskedRules, draws: RowDraws
-    ) -> GrammarReveal | None:
+        self, inputs: StepInputs, rules: masked.MaskedRules, draws: RowDraws
+    ) -> masked.GrammarReveal | None:
         """Returns what grammars reveal in this step, and moves them on. Waits for the device.
         Returns None if no canvas has a grammar, without waiting."""
         skipped = inputs.skips_grammars
@@ -191,13 +183,13 @@ class MaskedStep(CanvasStep):
         """Returns [n, C] int64: the absolute position of each row."""
         return inputs.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
 
-    def _rules(self, inputs: StepInputs) -> MaskedRules:
+    def _rules(self, inputs: StepInputs) -> masked.MaskedRules:
         """Returns the rules by which this step chooses the positions that it reveals."""
         numbers = inputs.numbers
         settings = self._settings_of(inputs)
         return settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
 
-    def _decide(self, inputs: StepInputs, choice: Choice) -> MaskedOutcome:
+    def _decide(self, inputs: StepInputs, choice: Choice) -> masked.MaskedOutcome:
         """Decides what the canvases hold after this step, and which are finished."""
         settings, by_grammar = self._settings_of(inputs), choice.by_grammar
         slots, idx = self.slots, inputs.batch.slot_index
@@ -212,11 +204,11 @@ class MaskedStep(CanvasStep):
                 barred = self.requests.filters.spelling_changes(
                     inputs,
                     torch.where(revealed, canvas, candidates),
-                    changed_tokens(choice.candidates, canvas, revealed, edits),
+                    masked.changed_tokens(choice.candidates, canvas, revealed, edits),
                     candidates,
                 )
                 edits = edits._replace(barred=barred)
-        return masked_step(
+        return masked.masked_step(
             choice.candidates,
             canvas,
             revealed,
@@ -233,7 +225,7 @@ class MaskedStep(CanvasStep):
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Draws a candidate for each position, and reveals some of them. Moves grammars on."""
         batch, numbers, draws = inputs.batch, inputs.numbers, self._draws(inputs, source)
-        candidates = Candidates(*(batch.unflatten(column) for column in draws.draw_all()))
+        candidates = masked.Candidates(*(batch.unflatten(column) for column in draws.draw_all()))
         rules = self._rules(inputs)
         choice = Choice(draws, candidates, rules, self._reveal_by_grammars(inputs, rules, draws))
         decided = self._decide(inputs, choice)

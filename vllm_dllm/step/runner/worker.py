@@ -21,15 +21,10 @@ from vllm_dllm.attention import measure as attention
 from vllm_dllm.attention.ahead import Compiler, compile_ahead
 from vllm_dllm.attention.gpu import GpuCanvasImpl
 from vllm_dllm.attention.warm_up import compile_attention
+from vllm_dllm.compat import runner
 from vllm_dllm.compat.ending import leave_signals_to_engine
 from vllm_dllm.compat.experts import clear_tiles_cache
 from vllm_dllm.compat.prompt_logprobs import compile_prompt_logprobs, restrict_prompt_logprobs
-from vllm_dllm.compat.runner import (
-    attach_canvas_numbers,
-    call_before_graphs,
-    captured_forward_output,
-    join_commits,
-)
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
@@ -190,11 +185,11 @@ class CanvasWorker(Worker):
             has_images=self.model_runner.supports_mm_inputs,
         )
         if self._compiler is not None:
-            call_before_graphs(self.model_runner, self._compiler.wait)
+            runner.call_before_graphs(self.model_runner, self._compiler.wait)
         restrict_prompt_logprobs(self.model_runner)
         reuse_step_inputs(self.model_runner)
         state = self.model_runner.model_state
-        state.forward_output = partial(captured_forward_output, self.model_runner)
+        state.forward_output = partial(runner.captured_forward_output, self.model_runner)
 
     def determine_available_memory(self) -> int:
         """Returns the bytes that are free for the KV cache. Drops the step's graphs, which vLLM
@@ -239,10 +234,10 @@ class CanvasWorker(Worker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Executes the model, with finished blocks committed beside their successors."""
-        join_commits(self.model_runner, scheduler_output)
+        runner.join_commits(self.model_runner, scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Samples without vLLM's grammar masks: ours are `step/asked/grammars.py`, and vLLM's
         warm-up has masks for rows that a seeded model does not have."""
-        return attach_canvas_numbers(self.model_runner, super().sample_tokens(None))
+        return runner.attach_canvas_numbers(self.model_runner, super().sample_tokens(None))
