@@ -125,10 +125,8 @@ Send = Callable[[bytes], Awaitable[None]]
 class InterleavedStream:
     """One stream of an answer, with its canvases between the server-sent events: never inside of an
     event, and never after the last one. The stream may come in pieces that are cut anywhere. Its
-    own events are sent on whole.
-
-    Canvases are sent between `start` and `close`, which must be called however the stream ends.
-    """
+    own events are sent on whole. Canvases are sent between `start` and `close`, which must be
+    called however the stream ends."""
 
     def __init__(
         self,

@@ -72,11 +72,8 @@ def parse_watched_request(
 ) -> WatchedRequest | None:
     """Returns the request if it asks for canvases. Returns None if it asks for none, or if its body
     is no JSON, which vLLM refuses. Where there is no X-Request-Id, adds one to the headers: the
-    body's `request_id`, or a random one.
-
-    Raises:
-        RefusedError: the request asks for canvases, but is not a stream of one answer.
-    """
+    body's `request_id`, or a random one. Raises RefusedError if the request asks for canvases, but
+    is not a stream of one answer."""
     if STREAM_CANVASES.encode() not in body:
         return None
     try:

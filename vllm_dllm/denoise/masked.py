@@ -124,12 +124,9 @@ def masked_step(
     ahead: Ahead | None = None,  # None: nothing is revealed behind the first unfinished part
 ) -> MaskedOutcome:
     """Reveals hidden positions, replaces revealed tokens where edits allow it, and judges which
-    canvases are finished. Changes no argument.
-
-    A canvas is finished when no position that counts is hidden. With edits, it is finished by a
-    step that found nothing hidden and nothing to change, or after `most_steps` steps that found
-    nothing hidden.
-    """
+    canvases are finished. Changes no argument. A canvas is finished when no position that counts is
+    hidden. With edits, it is finished by a step that found nothing hidden and nothing to change, or
+    after `most_steps` steps that found nothing hidden."""
     hidden = ~revealed if valid is None else ~revealed & valid
     eligible = hidden if parts is None else hidden_in_first_part(hidden, parts, rules.least)
     reveals = reveal_candidates(candidates, eligible, rules)

@@ -45,12 +45,10 @@ def locate_next_block(
     block: torch.Tensor,  # [n, C] int64
     emitted: torch.Tensor,  # [n] int64, how many tokens of the block are the answer's, 1..C
 ) -> torch.Tensor:
-    """Returns [n] int64: where the next block begins in the prediction.
-
-    This is `emitted` tokens behind `position`, unless the answer's last tokens match better before
-    another place within `REACH`: more of them match, and at least `LEAST`. Of several such places
-    with equally many, the nearest one is taken.
-    """
+    """Returns [n] int64: where the next block begins in the prediction. This is `emitted` tokens
+    behind `position`, unless the answer's last tokens match better before another place within
+    `REACH`: more of them match, and at least `LEAST`. Of several such places with equally many, the
+    nearest one is taken."""
     device = position.device
     expected = position + emitted
     offsets = torch.arange(-REACH, REACH + 1, device=device)

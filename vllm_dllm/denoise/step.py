@@ -141,10 +141,8 @@ def temperature(
     t_span: float | torch.Tensor,  # t_max - t_min
 ) -> torch.Tensor:
     """Returns the coming step's temperature, [n] fp32: `t_min + t_span * s / N` with s steps left.
-    It is hot while much is undecided, and cooler towards the last step.
-
-    A request with a lower cap N goes through the whole schedule in N steps, like the reference's
-    `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)`.
-    """
+    It is hot while much is undecided, and cooler towards the last step. A request with a lower cap
+    N goes through the whole schedule in N steps, like the reference's
+    `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)`."""
     remaining = (num_steps - steps_done).clamp(min=1)
     return t_min + t_span * (remaining / num_steps)  # ints divide to fp32

@@ -146,11 +146,8 @@ def load_predictor(
     trained_block_size: int,  # of the drafter that is served
     device: torch.device | str = "cpu",
 ) -> BlockPilot:
-    """Returns the predictor in the folder `path`, in eval mode.
-
-    Raises:
-        InputError: it is missing or damaged, or was made for another target or drafter.
-    """
+    """Returns the predictor in the folder `path`, in eval mode. Raises InputError if it is missing
+    or damaged, or was made for another target or drafter."""
     config = _read_config(path)
     if config.vocab_size != vocab_size:
         raise InputError(

@@ -277,9 +277,7 @@ def narrow_blocks(
 ) -> None:
     """Hides the mask tokens beyond `widths` from the other rows of their block. Their own rows are
     still computed, so that all requests have the same number of rows; their drafts are not used.
-
     Attention needs at least as many keys as rows, so a block stays wider if its context is shorter
-    than the mask tokens to hide.
-    """
+    than the mask tokens to hide."""
     narrower = (seq_lens - (num_drafted - widths)).clamp_(min=num_drafted + 1)
     torch.minimum(narrower, seq_lens, out=seq_lens)

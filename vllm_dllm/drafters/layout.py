@@ -96,11 +96,8 @@ def check_drafter(
     target: str,
     needed: Collection[str] = (),  # keys, as in `read_layout`
 ) -> DrafterLayout:
-    """Returns the drafter's layout, if the drafter fits the target.
-
-    Raises:
-        InputError: the drafter does not fit the target; the message has all differences.
-    """
+    """Returns the drafter's layout, if the drafter fits the target. Raises InputError if it does
+    not, whose message has all differences."""
     layout = read_layout(drafter_config, drafter, needed)
     text = target_config.get("text_config") or target_config
     num_layers, vocab_size = text["num_hidden_layers"], text["vocab_size"]

@@ -127,11 +127,9 @@ def find_cheap_path(
     start: GrammarState, rows: walk.CanvasRows
 ) -> tuple[walk.LegalPath, GrammarState]:
     """Returns a legal path through the rows, up to the answer's end, and the grammar's state after
-    the path. Does not move `start`.
-
-    The path is the walk along the best guesses. If the walk is stuck, or its repairs cost more than
-    `MAX_WALK_COST_NATS`, a search may replace it by a cheaper path. Raises StuckError if the
-    matcher has given up."""
+    the path. Does not move `start`. The path is the walk along the best guesses. If the walk is
+    stuck, or its repairs cost more than `MAX_WALK_COST_NATS`, a search may replace it by a cheaper
+    path. Raises StuckError if the matcher has given up."""
     end = start.copy()
     path = walk.walk_best_guesses(end, rows)
     if path.confident_cost_nats <= MAX_WALK_COST_NATS and not path.is_stuck:

@@ -86,10 +86,8 @@ def check_grammar_size(kind: str, spec: str) -> None:
 def check_schema_size(schema: Any, path: str = "#") -> None:
     """Raises GrammarError if a JSON schema has too many entries in an object or a list, or too high
     a count such as `maxItems`. `path` is the schema's JSON pointer, which the error names.
-
     llguidance takes minutes for some thousands of properties. It ends the process where thousands
-    of definitions refer to each other.
-    """
+    of definitions refer to each other."""
     if isinstance(schema, dict):
         _check_count(len(schema), path)
         for key, value in schema.items():
@@ -130,10 +128,8 @@ _INLINE_SCHEMA = re.compile(r"%json\s*")
 def check_joined_patterns(schema: Any) -> None:
     """Raises GrammarError if a JSON schema may join more than `MAX_JOINED` patterns or has a
     pattern that is too long. `schema` may be a structural tag, whose grammars are checked, too.
-
     Which patterns meet is not worked out. Where a schema joins others, all patterns inside of it
-    count, and all patterns anywhere if it has a `$ref` inside.
-    """
+    count, and all patterns anywhere if it has a `$ref` inside."""
     everywhere = set(islice(_all_patterns(schema), MAX_JOINED + 1))
     _check_schema(schema, "#", everywhere)
 

@@ -226,11 +226,9 @@ def _find_latest_completing_end(
     first: int,
 ) -> int | None:
     """Returns an index into `tokens`, `first` or later: the tokens from there on complete the
-    answer at `state`. Returns None if no index is found.
-
-    Tries only places where the same tokens are legal as at `state`. Bisects these places: in a loop
-    that counts, all ends fail that start too late. So it may miss a shorter end.
-    """
+    answer at `state`. Returns None if no index is found. Tries only places where the same tokens
+    are legal as at `state`. Bisects these places: in a loop that counts, all ends fail that start
+    too late. So it may miss a shorter end."""
     mask = state.compute_mask().tobytes()
     same = [i for i in range(first, len(masks)) if masks[i] == mask]
     completing, failing = -1, len(same)

@@ -74,11 +74,8 @@ MAX_SHRINKAGE = 4
 
 def respell(start: GrammarState, tokens: list[int]) -> list[int]:
     """Returns the text of `tokens`, which complete the answer at `start`, in as few tokens as
-    possible. Returns `tokens` if no other spelling is legal. Does not move `start`.
-
-    Whitespace is added where that saves tokens and is legal. Often `": "` is a token, and `":` is
-    not.
-    """
+    possible. Returns `tokens` if no other spelling is legal. Does not move `start`. Whitespace is
+    added where that saves tokens and is legal. Often `": "` is a token, and `":` is not."""
     vocabulary = start.vocabulary
     spellings = [_spell_with_fewest(vocabulary, tokens, vocabulary.token_by_bytes)]
     with_spaces = _spell_with_fewest(vocabulary, tokens, vocabulary.token_by_stripped_bytes)

@@ -24,10 +24,8 @@ class CanvasRow(NamedTuple):
 
 
 class CanvasNumbers(NamedTuple):
-    """Numbers of a step's n canvases. Only `values` is not known before the step has run.
-
-    Most fields are lists, because sending small arrays between processes takes longer.
-    """
+    """Numbers of a step's n canvases. Only `values` is not known before the step has run. Most
+    fields are lists, because sending small arrays between processes takes longer."""
 
     requests: list[int]  # [n] indices in the step's batch
     lengths: list[int]  # [n] canvas positions

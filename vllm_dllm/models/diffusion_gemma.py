@@ -40,11 +40,9 @@ from vllm_dllm.quantization.config import adapt_quant_config
 
 
 class SelfConditioning(nn.Module):
-    """Computes `post_norm(e + down(gelu_tanh(gate(u)) * up(u)))` with `u = pre_norm(soft)`.
-
-    Source: transformers' `DiffusionGemmaSelfConditioning`. `post_norm` has no weight and changes
-    embeddings even for a zero signal, so prefill and commit rows must not use the result.
-    """
+    """Computes `post_norm(e + down(gelu_tanh(gate(u)) * up(u)))` with `u = pre_norm(soft)`. Source:
+    transformers' `DiffusionGemmaSelfConditioning`. `post_norm` has no weight and changes embeddings
+    even for a zero signal, so prefill and commit rows must not use the result."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:
         super().__init__()
@@ -79,11 +77,9 @@ def num_rotary_positions(vllm_config: VllmConfig) -> int:
     ImageProcessor, info=ImageProcessingInfo, dummy_inputs=ImageDummyInputs
 )
 class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal, SupportsQuant):
-    """The class that transformers calls `DiffusionGemmaForBlockDiffusion`, for vLLM.
-
-    The vision tower is loaded only if the checkpoint has an image processor's settings, and
-    `--limit-mm-per-prompt` allows images or videos.
-    """
+    """The class that transformers calls `DiffusionGemmaForBlockDiffusion`, for vLLM. The vision
+    tower is loaded only if the checkpoint has an image processor's settings, and
+    `--limit-mm-per-prompt` allows images or videos."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -208,11 +204,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns soft-capped logits [rows, V] fp32, or None on ranks that do not sample. Returns
-        the hidden states themselves if `sampler_reads_hidden_states`.
-
-        The cap is applied in fp32, as the reference does. In a 16-bit type, tanh near the cap would
-        round the leading tokens together.
-        """
+        the hidden states themselves if `sampler_reads_hidden_states`. The cap is applied in fp32,
+        as the reference does. In a 16-bit type, tanh near the cap would round the leading tokens
+        together."""
         if self.sampler_reads_hidden_states():
             return hidden_states
         if len(hidden_states) == 0:
@@ -222,11 +216,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict, or a quantised one, and returns the names of the loaded
-        parameters. Encoder and decoder names address one set of weights.
-
-        Raises ValueError, naming the tensor, if one is missing, unknown, of another shape or type,
-        not all numbers, or an impossible scale.
-        """
+        parameters. Encoder and decoder names address one set of weights. Raises ValueError, naming
+        the tensor, if one is missing, unknown, of another shape or type, not all numbers, or an
+        impossible scale."""
         # Full-attention layers' keys are their values.
         absent = {
             f"model.layers.{i}.self_attn.v_proj"

@@ -48,11 +48,8 @@ class ImageProcessingInfo(BaseProcessingInfo):
     @cached_property
     def image_processor(self) -> Gemma4ImageProcessorPil | None:
         """Returns the processor that makes patches of images. Returns None for a model without
-        vision, or if no processor can be loaded.
-
-        Raises ValueError if --mm-processor-kwargs has another option than `max_soft_tokens`, or the
-        processor does not fit the vision tower.
-        """
+        vision, or if no processor can be loaded. Raises ValueError if --mm-processor-kwargs has
+        another option than `max_soft_tokens`, or the processor does not fit the vision tower."""
         if self.get_hf_config().vision_config is None:
             return None
         model_config = self.ctx.model_config
@@ -209,11 +206,9 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
     """Makes patches of a request's images and videos, and puts their tokens into its prompt."""
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Returns the vision tower's inputs, made of a prompt's images and videos.
-
-        Raises VLLMValidationError if the request has processor options of its own, or an image has
-        a wrong size or values that are not colours.
-        """
+        """Returns the vision tower's inputs, made of a prompt's images and videos. Raises
+        VLLMValidationError if the request has processor options of its own, or an image has a wrong
+        size or values that are not colours."""
         media.check_no_processor_options(options)
         made: dict[str, Any] = {}
         counts = items.get_all_counts()  # 0 of a kind in what vLLM warms up with

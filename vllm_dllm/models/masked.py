@@ -56,11 +56,9 @@ class MaskedModel:
         return state_class(family)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a checkpoint's tensors, and returns the names of those loaded.
-
-        Raises ValueError, naming the tensor, if one is missing, unknown, of another shape, not all
-        numbers, or an impossible scale.
-        """
+        """Loads a checkpoint's tensors, and returns the names of those loaded. Raises ValueError,
+        naming the tensor, if one is missing, unknown, of another shape, not all numbers, or an
+        impossible scale."""
         # A server that has slept loads again, into a head and embeddings that are not tied yet.
         tied = ("lm_head.",) if self.config.tie_word_embeddings else ()
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names, optional=tied)
@@ -135,10 +133,7 @@ class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
 
 class BlockRouting:
     """Selects experts as LLaDA2.2 does. The rows of a block together select `expert_capacity`
-    experts, and each row selects its own among them.
-
-    Legend: T = rows, E = experts.
-    """
+    experts, and each row selects its own among them. Legend: T = rows, E = experts."""
 
     def __init__(self, config: Any, max_num_tokens: int) -> None:
         """Takes the block and the experts from the checkpoint's `config`. `max_num_tokens`: the

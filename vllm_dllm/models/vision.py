@@ -33,11 +33,8 @@ from vllm_dllm.requests.media import MAX_FRAMES, format_timestamp, sample_frames
 
 
 class InPlaceMLP(Gemma4VisionMLP):
-    """transformers' MLP, which writes its widest product over the first factor.
-
-    On CPUs a new tensor of that size comes from the kernel, page by page, which takes 5% of the
-    tower's time.
-    """
+    """transformers' MLP, which writes its widest product over the first factor. On CPUs a new
+    tensor of that size comes from the kernel, page by page, which takes 5% of the tower's time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)).mul_(self.up_proj(x)))

@@ -72,12 +72,8 @@ class ServedModel:
 
 def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     """Checks a request for a diffusion model, and returns vLLM's request. Its parameters are a copy
-    of `params` with the request's `RequestOptions` in `extra_args`.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected and
-            what came.
-    """
+    of `params` with the request's `RequestOptions` in `extra_args`. Raises VLLMValidationError,
+    which becomes HTTP 400; it names the key or the parameter, what was expected and what came."""
     options = _read_options(params, served)
     if served.limits is not None:
         limits.check_request_limits(served.limits, params, options)
@@ -123,11 +119,8 @@ def admit_target(
     params: SamplingParams, vocab_size: int, resolve: Resolve, *, to_many: bool
 ) -> Any:
     """Checks a request for a target with a drafter, and returns vLLM's request. vLLM's sampler
-    serves it, so it has no `RequestOptions`. `to_many`: as in `ServedModel.from_config`.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; a parameter is one that the sampler cannot serve.
-    """
+    serves it, so it has no `RequestOptions`. `to_many`: as in `ServedModel.from_config`. Raises
+    VLLMValidationError, which becomes HTTP 400, for a parameter that the sampler cannot serve."""
     request = resolve(params)
     limits.check_numbers(request.sampling_params)
     limits.check_logprobs(request.sampling_params, vocab_size)

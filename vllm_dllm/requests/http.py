@@ -53,11 +53,8 @@ def check_request_body(
     """Checks the body of a request for an answer, on any route, before vLLM reads it. Starts the
     sums of `limits.begin_http_request`. Copies OpenAI's `prediction` to our key, in place.
     `parses_tool_calls`: the server looks for calls in the answers. `forces_tool_calls`: it can
-    constrain an answer to a call.
-
-    Raises:
-        VLLMValidationError: answered with HTTP 400; says what came and what to do.
-    """
+    constrain an answer to a call. Raises VLLMValidationError, which is answered with HTTP 400; it
+    says what came and what to do."""
     begin_http_request()
     for place, name in _names_in_body(body):
         if (key := _find_key(name)) is not None:
@@ -81,11 +78,8 @@ def check_request_body(
 def check_body_without_xargs(body: dict[str, Any]) -> None:
     """Checks the body of a request on a route without `vllm_xargs`, before vLLM reads it: one for
     scores, or of tokens, whose `sampling_params` may have keys in `extra_args`. Begins an HTTP
-    request for `limits`, whose prompts do not add up: a score is not an answer.
-
-    Raises:
-        VLLMValidationError: answered with HTTP 400; says what came and what to do.
-    """
+    request for `limits`, whose prompts do not add up: a score is not an answer. Raises
+    VLLMValidationError, which is answered with HTTP 400; it says what came and what to do."""
     begin_http_request(adds_up=False)
     names = (
         (name, _describe(place))

@@ -30,11 +30,8 @@ def _encode_text(text: str, tokenizer: Any) -> tuple[int, ...]:
 def move_openai_prediction(body: dict[str, Any]) -> None:
     """Copies the text of OpenAI's `prediction` in a request's body to our key in `vllm_xargs`, in
     place. Does nothing without a `prediction`, or if `vllm_xargs` is no object, which vLLM refuses.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; `prediction` is not of the published form, or the
-            request also has our key.
-    """
+    Raises VLLMValidationError, which becomes HTTP 400, if `prediction` is not of the published
+    form, or the request also has our key."""
     prediction = body.get("prediction")
     if prediction is None:
         return

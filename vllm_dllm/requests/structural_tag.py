@@ -40,12 +40,8 @@ class _Format(NamedTuple):
 
 def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
     """Returns the text of the grammar for a tag: an object with `format`, or with `structures` and
-    `triggers`.
-
-    Raises:
-        ValueError: a format or one of its options is unknown; the message says where.
-        KeyError: a format lacks a key.
-    """
+    `triggers`. Raises ValueError if a format or one of its options is unknown, whose message says
+    where, and KeyError if a format lacks a key."""
     lark = LarkRules()
     node = tag["format"] if "format" in tag else _convert_older_form(tag)
     return lark.to_text(_add_format_rule(_Format(lark, node, "format")))
@@ -68,13 +64,9 @@ def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _add_format_rule(form: _Format) -> str:
-    """Adds the rule for a format to its grammar, and returns the rule's name.
-
-    Raises:
-        ValueError: the type, an option or a value of this format, or of one inside of it, cannot be
-            used.
-        KeyError: such a format lacks a key.
-    """
+    """Adds the rule for a format to its grammar, and returns the rule's name. Raises ValueError if
+    the type, an option or a value of this format, or of one inside of it, cannot be used, and
+    KeyError if such a format lacks a key."""
     kind = form.node["type"]
     if kind not in _BODY_BY_TYPE:
         raise ValueError(f"{form.path}.type must be one of {sorted(_BODY_BY_TYPE)}, got {kind!r}")

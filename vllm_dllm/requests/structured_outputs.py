@@ -56,11 +56,8 @@ def check_structured_outputs(
 ) -> None:
     """Checks a request with structured outputs, once its bad words are tokens. Changes
     `params.structured_outputs`: replaces a structural tag by a grammar, and a JSON schema by one
-    with mended patterns, as text. Has vLLM use llguidance.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; names the field, what is wrong, and where.
-    """
+    with mended patterns, as text. Has vLLM use llguidance. Raises VLLMValidationError, which
+    becomes HTTP 400; it names the field, what is wrong, and where."""
     if config.backend not in ("auto", BACKEND):
         raise _refusal(
             f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
@@ -106,11 +103,8 @@ def _check_and_mend(
 ) -> StructuredOutputsParams:
     """Returns the structured outputs for llguidance: with a grammar in the place of a structural
     tag, and with a JSON schema as text, with mended patterns. `kind` and `spec` are what
-    `_kind_and_spec` returns.
-
-    Raises:
-        ValueError, KeyError, TypeError: the grammar is too large, or malformed.
-    """
+    `_kind_and_spec` returns. Raises ValueError, KeyError or TypeError if the grammar is too large,
+    or malformed."""
     check_grammar_size(kind, spec)
     if kind == "choice" and not json.loads(spec):
         raise GrammarError("it must have a choice, got none")

@@ -200,11 +200,8 @@ class CanvasStep(ABC):
     def _cut_canvases(self, inputs: StepInputs, input_batch: InputBatch) -> torch.Tensor | None:
         """Returns [n] bool: canvases of which the scheduler ran too few or too many rows. It runs
         too few for lack of token budget. It runs too many if it did not know yet that a block had
-        ended. Returns None if surely no canvas is cut.
-
-        The step of a cut canvas is taken back, and the canvas is scheduled again. A canvas that
-        ends where the context ends is not cut.
-        """
+        ended. Returns None if surely no canvas is cut. The step of a cut canvas is taken back, and
+        the canvas is scheduled again. A canvas that ends where the context ends is not cut."""
         batch, numbers = inputs.batch, inputs.numbers
         slots = batch.slots_np
         most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]

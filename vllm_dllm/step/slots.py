@@ -71,11 +71,8 @@ class SlotTokens(NamedTuple):
 
 class CanvasSlots:
     """The device tensors of all slots. R = most requests at once, C = canvas length, H = hidden
-    size.
-
-    `host_numbers` and `num_stops` are on the host. They hold the values that requests came with,
-    and do not change with steps.
-    """
+    size. `host_numbers` and `num_stops` are on the host. They hold the values that requests came
+    with, and do not change with steps."""
 
     def __init__(
         self,

@@ -194,10 +194,8 @@ class Predictions(Registry):
         may_move: torch.Tensor,  # [n] bool, blocks that had their first step and are denoised on
     ) -> Expected:
         """Returns the expected tokens that move within the n blocks, because the first step's guess
-        adds or leaves out tokens. NO_TOKEN where the step's own tokens stay.
-
-        An accepted token stays, unless it only repeats what the canvas held.
-        """
+        adds or leaves out tokens. NO_TOKEN where the step's own tokens stay. An accepted token
+        stays, unless it only repeats what the canvas held."""
         rows, slots = predicted
         own = guess[rows]
         if valid is not None:

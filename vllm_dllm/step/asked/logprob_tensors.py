@@ -108,10 +108,8 @@ def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
 
 def join_requests(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
     """Returns the scores of all requests as one. The scores of batch request i begin at row
-    `first_rows[i]`.
-
-    Narrower parts are padded with token 0 at -inf, which vLLM's output processor never reports.
-    """
+    `first_rows[i]`. Narrower parts are padded with token 0 at -inf, which vLLM's output processor
+    never reports."""
     width = max(part.logprobs.shape[1] for part in parts)
 
     def joined(tensors: Sequence[torch.Tensor], fill: float) -> torch.Tensor:

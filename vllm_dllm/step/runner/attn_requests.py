@@ -90,11 +90,8 @@ class AttnRequests:
 
 class LatestMetadata:
     """Keeps a step's attention metadata, and returns them for later steps that would build equal
-    ones.
-
-    A canvas is denoised in place, so from one denoising step to the next its request has the same
-    rows, keys and pages. Building metadata anew costs as much as a layer of a small model.
-    """
+    ones. A canvas is denoised in place, so from one denoising step to the next its request has the
+    same rows, keys and pages. Building metadata anew costs as much as a layer of a small model."""
 
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = ()
@@ -109,11 +106,9 @@ class LatestMetadata:
         slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
     ) -> dict[str, Any]:
         """Returns the latest metadata if this step's would be equal, else calls `build` and keeps
-        its result. All tensors are on the CPU.
-
-        Metadata refer to the runner's buffers, so those must be the same memory, too. The contents
-        of slot mappings may differ: nothing is derived from them.
-        """
+        its result. All tensors are on the CPU. Metadata refer to the runner's buffers, so those
+        must be the same memory, too. The contents of slot mappings may differ: nothing is derived
+        from them."""
         rules = [t for t in (window_rules.symmetric, window_rules.spans) if t is not None]
         tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
         made_of = (

@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 
 
 class DiffusionModelState(ModelState):
-    """Hooks between the model runner and a block-diffusion model.
-
-    The model offers `embed_input_ids`, `soft_embeddings` of a prediction, and `self_conditioning`.
-    """
+    """Hooks between the model runner and a block-diffusion model. The model offers
+    `embed_input_ids`, `soft_embeddings` of a prediction, and `self_conditioning`."""
 
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
     step_cls: type[CanvasStep] = UniformStep

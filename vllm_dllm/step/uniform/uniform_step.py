@@ -70,11 +70,9 @@ class UniformStep(CanvasStep):
         out: torch.Tensor,  # [T, H]
     ) -> None:
         """Writes the embeddings of a step's rows to `out`: self-conditioned ones for the rows that
-        are denoised, `plain` ones for all others.
-
-        It runs once, over the canvas rows of all requests. A commit's rows are included and keep
-        their plain embeddings: the output norm would change them even for a zero signal.
-        """
+        are denoised, `plain` ones for all others. It runs once, over the canvas rows of all
+        requests. A commit's rows are included and keep their plain embeddings: the output norm
+        would change them even for a zero signal."""
         if batch is None:
             out.copy_(plain)
             return

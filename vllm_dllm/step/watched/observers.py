@@ -26,11 +26,9 @@ logger = init_logger(__name__)
 
 
 class CanvasObservers(Registry):
-    """Shows canvases to the trace file, and to clients that watch, by slot.
-
-    All ranks know which canvases are watched, since a step whose canvases are watched runs other
-    kernels. Ranks that ran different ones would read wrong sums from each other.
-    """
+    """Shows canvases to the trace file, and to clients that watch, by slot. All ranks know which
+    canvases are watched, since a step whose canvases are watched runs other kernels. Ranks that ran
+    different ones would read wrong sums from each other."""
 
     def __init__(
         self,
