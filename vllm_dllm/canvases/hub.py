@@ -42,8 +42,7 @@ class Feed:
         self._changed.set()
 
     def end(self) -> None:
-        """Notes that the worker has sent all canvases of the request, and wakes those that wait for
-        it."""
+        """Notes that the worker has sent all canvases of the request. Wakes those that wait."""
         self.has_ended = True
         self._changed.set()
 
@@ -65,8 +64,7 @@ class Feed:
 
 
 class CanvasHub:
-    """The feeds of all requests, and the socket that they share. The socket is opened with the
-    first feed."""
+    """The feeds of all requests, and the socket that they share, opened with the first feed."""
 
     def __init__(self, folder: Path) -> None:
         """Chooses a name for the socket in `folder`, and opens nothing yet."""
@@ -146,8 +144,7 @@ class InterleavedStream:
         self._canvases: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts a task that sends canvases as they come. Call it once, after the response's
-        headers."""
+        """Starts a task that sends canvases as they come. Call it after the response's headers."""
         self._canvases = asyncio.create_task(self._send_canvases())
 
     async def close(self) -> None:

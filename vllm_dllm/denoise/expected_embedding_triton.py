@@ -128,8 +128,7 @@ def _weigh_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A logit is read once, and its weight written once in its place; sums are of weights that are
-    not rounded."""
+    """A logit is read once, and its weight written in its place; sums are of unrounded weights."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     top = tl.max(tl.load(blocks + row * pitch + block, mask=block < num_blocks, other=_LOWEST), 0)

@@ -20,8 +20,7 @@ NO_BOUND = -1.0
 
 
 class Candidates(NamedTuple):
-    """A token for each position, and how sure the model is of it. All fields are [n, C] or
-    [rows]."""
+    """A token for each position, and how sure the model is of it. Fields are [n, C] or [rows]."""
 
     tokens: torch.Tensor  # int64
     probability: torch.Tensor  # fp32, of these tokens

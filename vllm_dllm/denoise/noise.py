@@ -33,8 +33,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def keys_from_seeds(seeds: torch.Tensor) -> torch.Tensor:
-    """Returns the keys that `uniform` takes, int64 of the shape of `seeds`. Called once a
-    request."""
+    """Returns `uniform`'s keys, int64 of the shape of `seeds`. Called once a request."""
     return _mix(seeds.long() + _GOLDEN)
 
 

@@ -103,8 +103,7 @@ def tokens_at(
     prediction: torch.Tensor,  # [n, L] int; NO_TOKEN behind its end
     places: torch.Tensor,  # [n, ...] int64
 ) -> torch.Tensor:
-    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN at places outside of
-    it."""
+    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN outside of it."""
     length = prediction.shape[1]
     inside = (places >= 0) & (places < length)
     flat = places.clamp(0, length - 1).flatten(1)

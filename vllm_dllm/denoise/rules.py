@@ -103,8 +103,7 @@ def is_confident(
     valid: torch.Tensor | None,  # [n, C] bool; None: all
     confidence_threshold: float | torch.Tensor,  # nats, for all canvases or [n]
 ) -> torch.Tensor:
-    """Returns [n] bool: whether the mean entropy over the canvas' positions is below the
-    threshold."""
+    """Returns [n] bool: whether the mean entropy of a canvas is below the threshold."""
     dtype = sum_dtype(entropy_nats)
     if valid is None:
         mean = entropy_nats.sum(dim=-1, dtype=dtype) / entropy_nats.shape[-1]

@@ -31,8 +31,7 @@ DROPOUT = 0.2
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """The contents of the predictor's config.json. Raises InputError for values that cannot be
-    used."""
+    """The contents of the predictor's config.json. Raises InputError for impossible values."""
 
     variant: str  # a key of HIDDEN_SIZES
     vocab_size: int  # V, of the target's logits
@@ -63,8 +62,7 @@ class PredictorConfig:
 
 
 class BlockPilot(nn.Module):
-    """The network that scores block sizes, from logits of the target at the last prompt
-    position."""
+    """The network that scores block sizes, from the target's logits at the last prompt position."""
 
     def __init__(self, config: PredictorConfig):
         """Makes a network with random weights, and zero biases in its hidden layers."""

@@ -26,8 +26,7 @@ _NUMBER = re.compile(r"blocks-(\d+)")
 
 
 class BlockBuffer:
-    """Writes blocks to a folder in a thread of its own. Only one thread at a time may call
-    `add_block`."""
+    """Writes blocks to a folder in a thread of its own. One thread at a time calls `add_block`."""
 
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
         """Makes the folder `path` and starts the thread. One block in `every` is kept. Several

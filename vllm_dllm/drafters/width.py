@@ -87,8 +87,7 @@ class AcceptanceWidth(WidthPolicy):
     LEARN_EVERY, PLAIN_EVERY = 8, 256  # steps between steps without drafts, at first and later
 
     def __init__(self, widest: int) -> None:
-        """Starts without any history: all requests are drafted for, until the costs of steps are
-        known."""
+        """Starts without a history: all requests are drafted for until costs of steps are known."""
         super().__init__(widest)
         self._histories: dict[str, _AcceptanceHistory] = {}
         self._num_accepted_of_all = float(widest)  # tokens of a draft, averaged over requests
@@ -101,8 +100,7 @@ class AcceptanceWidth(WidthPolicy):
         self._pause = self.TRY_EVERY
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
-        """Chooses the requests for which tokens are drafted after the step; `width` is 0 for all
-        others."""
+        """Chooses requests for which tokens are drafted after the step; `width` is 0 for others."""
         self._since_try += 1
         self._since_plain += 1
         if not request_ids:
@@ -143,8 +141,7 @@ class AcceptanceWidth(WidthPolicy):
 
     def _find_paying_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
         """Returns the requests with which a step yields the most tokens per second. Requests with
-        more accepted tokens come first. Returns all requests while the costs of steps are
-        unknown."""
+        more accepted tokens come first. Returns all while the costs of steps are unknown."""
         if not self._costs.are_known:
             return set(request_ids)
         histories = [(self._history(request_id), request_id) for request_id in request_ids]
@@ -171,8 +168,7 @@ class AcceptanceWidth(WidthPolicy):
         return self._histories[request_id]
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """Returns the width of a request's next draft; 0 if the last scheduled step did not choose
-        it."""
+        """Returns the width of a request's next draft; 0 if the last step did not choose it."""
         return self._history(request_id).width if request_id in self._chosen else 0
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:

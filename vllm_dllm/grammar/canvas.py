@@ -162,8 +162,7 @@ class RunRule:
     """Says how far the run of one step goes."""
 
     min_tokens: int
-    """The run has at least this many tokens, however improbable they are, unless the answer
-    ends."""
+    """The run has at least this many tokens, however improbable, unless the answer ends."""
     threshold: float  # a token that is more probable than this is revealed
     entropy_bound_nats: float
     """A token is also revealed while the summed entropy of the run's rows is below this bound."""

@@ -122,9 +122,8 @@ def search_shortest_first(state: GrammarState, max_tokens: int) -> list[int] | N
 
 
 def certainly_has_no_completion(state: GrammarState, max_tokens: int) -> bool:
-    """Returns True only if certainly no completion has at most `max_tokens` tokens, as with a rule
-    that never ends. Tries every legal text. Returns False where these are more than `_MAX_WAYS` at
-    once."""
+    """Returns True only if certainly no completion has at most `max_tokens`, as with a rule without
+    end. Tries every legal text. Returns False where these are more than `_MAX_WAYS` at once."""
     waiting = deque([(0, state.copy())])
     while waiting and waiting[0][0] <= 2 * max_tokens:
         length, reached = waiting.popleft()
@@ -206,8 +205,7 @@ def reuse_plan(
     state: GrammarState,
 ) -> list[int] | None:
     """Returns an end of the plan that completes the answer at `state`, if needed after one more
-    token or the forced tokens. Tries ends without an added token first. Returns None if no end is
-    found."""
+    token or the forced tokens. Ends without an added token come first. None: no end is found."""
     masks = _masks_along(start, plan)
     for head in ([], *continuations.promising_continuations(state)):
         ahead = state.copy()
@@ -243,8 +241,7 @@ def _find_latest_completing_end(
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
-    """Returns the masks, as bytes, before each of the tokens and after the last. Does not move
-    `start`."""
+    """Returns masks, as bytes, before each of the tokens and after the last, from `start` on."""
     state, masks = start.copy(), [start.compute_mask().tobytes()]
     for token in tokens:
         state.consume_tokens([token])
@@ -253,7 +250,6 @@ def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
 
 
 def _completes(state: GrammarState, tokens: list[int]) -> bool:
-    """Returns whether the tokens are legal at `state` and complete the answer. Does not move
-    `state`."""
+    """Returns whether the tokens are legal at `state`, which stays, and complete the answer."""
     end = state.copy()
     return end.consume_tokens(tokens) == len(tokens) and end.is_complete()

@@ -42,8 +42,7 @@ class LarkRules:
         return name
 
     def reserve_rule(self) -> str:
-        """Returns the name of a rule that `define_rule` defines later, because its body refers to
-        itself."""
+        """Returns the name of a rule for `define_rule`, whose body refers to itself."""
         self.rules.append("")
         return f"rule_{len(self.rules) - 1}"
 

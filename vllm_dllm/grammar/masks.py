@@ -73,8 +73,7 @@ class Exclusions:
 
     @cached_property
     def lookback(self) -> int:
-        """The number of tokens before a position that decide whether a token completes a bad word
-        there."""
+        """How many tokens before a position decide whether a token completes a bad word there."""
         return max((len(word) - 1 for word in self.words), default=0)
 
     def excludes(self, token: int, previous: Sequence[int]) -> bool:
@@ -103,8 +102,7 @@ class Exclusions:
 
     @cached_property
     def _words_by_last_but_one(self) -> dict[int, list[Word]]:
-        """The bad words of several tokens, by their last token but one. A missing key has no
-        words."""
+        """The bad words of several tokens, by their last token but one. Missing keys have none."""
         words: dict[int, list[Word]] = defaultdict(list)
         for word in self.words:
             if len(word) > 1:

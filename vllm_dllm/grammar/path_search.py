@@ -25,8 +25,7 @@ MAX_STATES = 100
 
 
 class FoundPath(NamedTuple):
-    """The tokens of a path that a search has found: one for each row, beginning at the canvas'
-    first."""
+    """The tokens of a path that a search has found: one for each row from the canvas' first."""
 
     tokens: list[int]
     cost_nats: float  # summed log-probability of the rows' best guesses, minus that of the tokens
@@ -51,8 +50,7 @@ class _Beginning:
 
 @dataclass
 class _NextTokens:
-    """The legal tokens after a beginning, the cheapest first. The search removes those it has
-    tried."""
+    """The legal tokens after a beginning, the cheapest first. The search removes tried ones."""
 
     beginning: _Beginning
     costs_nats: list[float]  # of the beginning with each of the tokens

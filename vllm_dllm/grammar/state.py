@@ -242,8 +242,7 @@ class GrammarState:
         return is_legal
 
     def _grammar_mask(self) -> np.ndarray:
-        """Returns a new mask [W] uint32 of what the grammar allows and the request does not
-        exclude."""
+        """Returns a new mask [W] uint32 of what the grammar allows, but for excluded tokens."""
         mask = np.zeros(self.vocabulary.mask_length, dtype=np.uint32)
         address = mask.__array_interface__["data"][0]  # a tenth of the time of `mask.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, mask.nbytes)

@@ -77,8 +77,7 @@ number, and a model that is unsure of what follows would write it to the end of 
 
 
 class StuckError(RuntimeError):
-    """No token is legal though the grammar is incomplete, mostly because of a limit of
-    llguidance."""
+    """No token is legal though the grammar is incomplete, mostly by a limit of llguidance."""
 
 
 def walk_best_guesses(state: GrammarState, rows: CanvasRows) -> LegalPath:
@@ -107,8 +106,7 @@ def walk_best_guesses(state: GrammarState, rows: CanvasRows) -> LegalPath:
 
 def _walk_reasoning(state: GrammarState, rows: CanvasRows, path: LegalPath) -> None:
     """Appends the best guesses of the rows of reasoning to the empty `path`. A stop token gives way
-    to a token that ends the reasoning. Moves `state`, and sets `path.is_stuck` where no token is
-    legal."""
+    to a token that ends the reasoning. Moves `state`. Sets `path.is_stuck` if none is legal."""
     while path.num_reasoning < len(rows) and state.reasoning is not None:
         row = path.num_reasoning
         guess = int(rows.tokens[row, 0])
@@ -129,8 +127,7 @@ def _walk_reasoning(state: GrammarState, rows: CanvasRows, path: LegalPath) -> N
 
 def find_unsure_rows(state: GrammarState, rows: CanvasRows) -> np.ndarray:
     """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`, is
-    whitespace, or is a stop token. The number of rows is added as the last entry. Does not move
-    `state`."""
+    whitespace, or is a stop token. The last entry is the number of rows. `state` stays."""
     guess = rows.tokens[:, 0]
     unsure = rows.logprobs[:, 0] < SURE_LOGPROB
     unsure |= state.vocabulary.num_spaces[guess] > 0
@@ -219,8 +216,7 @@ def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Lega
 
 
 def _token_logprob(state: GrammarState, rows: CanvasRows, row: int, token: int) -> float:
-    """Returns a token's log-probability in a row, even if it is not among the K most probable
-    tokens."""
+    """Returns a token's log-probability in a row, even if not among the K most probable ones."""
     (ranks,) = np.nonzero(rows.tokens[row] == token)
     if len(ranks):
         return float(rows.logprobs[row, ranks[0]])

@@ -18,8 +18,7 @@ class CanvasRow(NamedTuple):
 
     @property
     def is_denoised(self) -> bool:
-        """Whether the step has denoised the canvas. If not, it has committed it or taken it
-        back."""
+        """Whether the step has denoised the canvas, not committed it or taken it back."""
         return self.step > 0
 
 

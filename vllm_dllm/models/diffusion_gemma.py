@@ -103,8 +103,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         return DiffusionModelState
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Builds the layers. Changes `vllm_config` in place: its text config and quantisation
-        config."""
+        """Builds the layers. Changes `vllm_config`: its text config and quantisation config."""
         super().__init__()
         model_config = vllm_config.model_config
         text_config = model_config.hf_text_config

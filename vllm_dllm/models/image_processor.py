@@ -76,8 +76,7 @@ class ImageProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def video_token_id(self) -> int | None:
-        """Returns the token of a video's frames. None without a tokenizer, or if it has no such
-        token."""
+        """Returns the token of a video's frames; None if there is no tokenizer or no such token."""
         tokenizer = self.ctx.tokenizer
         return None if tokenizer is None else tokenizer.get_vocab().get(VIDEO)
 
@@ -253,8 +252,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
             return PromptUpdateDetails.select_token_id(tokens, config.image_token_id)
 
         def video_tokens(index: int) -> PromptUpdateDetails:
-            """Returns the tokens that replace the video of this index, see
-            `vision.prompt_tokens`."""
+            """Returns the tokens that replace this video, see `vision.prompt_tokens`."""
             encode = partial(self.info.get_tokenizer().encode, add_special_tokens=False)
             tokens = vision.prompt_tokens(
                 processed["video"][index],
@@ -280,7 +278,6 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
 
 def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> None:
-    """Raises VLLMValidationError for an image of a wrong size, in pixels, if the processor does not
-    scale."""
+    """Raises VLLMValidationError for images of a wrong size, in pixels, that are not scaled."""
     if not processor.do_resize:
         media.check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)

@@ -37,8 +37,7 @@ class MaskedModel:
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Builds the layers with attention that knows blocks. Adapts the quantisation config in
-        place."""
+        """Builds layers whose attention knows blocks. Adapts the quantisation config in place."""
         vllm_config.quant_config = adapt_masked_quant_config(vllm_config.quant_config)
         lora_config = vllm_config.lora_config
         if current_platform.is_cpu():  # where adapters leave experts as they are
@@ -70,8 +69,7 @@ class MaskedModel:
         return loaded
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads weights that have the names of vLLM's class, and returns the names of those
-        loaded."""
+        """Loads weights that have the names of vLLM's class. Returns the names of those loaded."""
         return super().load_weights(weights)  # type: ignore[misc]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -91,8 +89,7 @@ class SDARMoeForCausalLM(MaskedModel, Qwen3MoeForCausalLM):
 
 
 class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
-    """The model of Fast-dLLM v2, with the layers of Qwen2. Its rows have the next token's
-    logits."""
+    """The model of Fast-dLLM v2, with the layers of Qwen2. Rows have the next token's logits."""
 
 
 class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):

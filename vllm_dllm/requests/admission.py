@@ -164,8 +164,7 @@ def _complete_options(options: RequestOptions, tokenizer: Any) -> RequestOptions
 
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
-    """Raises ValueError if the request has a key that its mode or its acceptance rule has no use
-    for."""
+    """Raises ValueError if the request has a key that its mode or acceptance has no use for."""
     if options.is_verified and (useless := STEP_KEYS & given.keys()):
         key = min(useless)
         raise ValueError(
@@ -181,8 +180,7 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
 
 
 def _check_canvas(options: RequestOptions, served: ServedModel) -> None:
-    """Raises ValueError for options that contradict the served canvas or vocabulary, or each
-    other."""
+    """Raises ValueError for options that contradict the canvas, the vocabulary or each other."""
     length, vocab_size = served.canvas_length, served.vocab_size
     width = options.canvas_length or length
     if width > length:

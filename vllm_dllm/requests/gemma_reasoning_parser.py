@@ -107,8 +107,7 @@ class ReasoningReader:
     that begins a call does this: a grammar takes what follows any other for reasoning, too."""
 
     def __init__(self, markers: Collection[str], *, begins_open: bool) -> None:
-        """Starts outside of reasoning, or with `begins_open` inside. `markers` are texts that are
-        not shown."""
+        """Starts outside of reasoning, or with `begins_open` inside. `markers` are not shown."""
         self.markers = markers
         self._marker = re.compile("|".join(map(re.escape, markers)))
         self._thinks = begins_open

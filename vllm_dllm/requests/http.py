@@ -98,9 +98,8 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
 
 
 def check_text(raw: bytes) -> None:
-    """Raises VLLMValidationError if a text in the JSON `raw`, a request's body, has half of a
-    surrogate pair, which JSON can write but no tokenizer can read. Leaves what is not JSON to the
-    route."""
+    """Raises VLLMValidationError if a text in `raw`, a request's body, has half of a surrogate
+    pair, which JSON can write but no tokenizer can read. Leaves what is not JSON to the route."""
     if not _SURROGATE.search(raw):
         return
     try:
@@ -125,8 +124,7 @@ def refuse_beam_search() -> None:
 
 
 def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
-    """Returns the error for a parameter of a body whose value has a wrong type. Does not raise
-    it."""
+    """Returns, not raises, the error for a parameter of a body whose value has a wrong type."""
     return VLLMValidationError(
         f"{parameter} has another type than is expected, got {reprlib.repr(value)}. Correct it or "
         f"leave it out.",
@@ -150,9 +148,8 @@ def _describe(place: _Place) -> str:
 
 
 def _names_in_body(body: dict[str, Any]) -> Iterator[tuple[_Place, str]]:
-    """Yields pairs for the names in a body: the place of the object that has the name, and the
-    name. Leaves out names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a
-    user's content."""
+    """Yields for each name in a body the place of the object that has it, and the name. Leaves out
+    names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a user's content."""
     values: list[tuple[_Place, Any]] = [(None, body)]
     for place, value in values:  # which grows
         if isinstance(value, list):

@@ -108,8 +108,7 @@ class CarefulVideoIO(VideoMediaIO):
     @classmethod
     def with_options_of(cls, media_io: VideoMediaIO) -> "CarefulVideoIO":
         """Returns a new reader with the options of one of vLLM's readers, for at most `MAX_FRAMES`
-        frames. vLLM's default decoder is replaced by `EvenFramesBackend`; one that the user chose
-        stays."""
+        frames. Its default decoder becomes `EvenFramesBackend`; one that the user chose stays."""
         limit = media_io.num_frames  # 0 or less: none
         num_frames = limit if 0 < limit < media.MAX_FRAMES else media.MAX_FRAMES
         image_io = CarefulFrameIO.with_options_of(media_io.image_io)
@@ -165,8 +164,7 @@ def _is_container(data: bytes) -> bool:
 
 
 class EvenFramesBackend(VideoBackend):
-    """vLLM's decoder of video files, which decodes the frames that transformers' processor would
-    take."""
+    """vLLM's decoder of video files, for the frames that transformers' processor would take."""
 
     @classmethod
     def compute_frames_index_to_sample(

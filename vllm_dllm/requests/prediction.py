@@ -83,8 +83,7 @@ class AcceptedTokenCounter:
         self._rows: dict[Any, int] = {}  # answer -> its integer of bits
 
     def add_tokens(self, answer: Any, tokens: Sequence[int]) -> None:
-        """Counts the next tokens of an answer. `answer` is any hashable value that tells answers
-        apart."""
+        """Counts the next tokens of an answer. `answer`: any hashable value that tells it apart."""
         row = self._rows.get(answer, self._all)
         for token in tokens:
             if places := self._places.get(token):
@@ -107,8 +106,7 @@ def make_accepted_token_counter(
     params: SamplingParams, tokenizer: Any
 ) -> AcceptedTokenCounter | None:
     """Returns a counter of how much of a request's prediction its answers contain; None if the
-    request has no prediction. `params` are those that `admit` has checked, as the client sent
-    them."""
+    request has no prediction. `params`: the client's, which `admit` has checked."""
     prediction = (params.extra_args or {}).get(PREDICTION)
     if prediction is None:
         return None

@@ -79,8 +79,7 @@ def _add_format_rule(form: _Format) -> str:
 
 
 def _json_schema_body(form: _Format) -> str:
-    """Returns the body for a JSON value that fits `json_schema`. Raises ValueError for another
-    style."""
+    """Returns the body for JSON that fits `json_schema`. Raises ValueError for another style."""
     if (style := form.node.get("style", "json")) != "json":
         raise ValueError(f"{form.path}.style must be 'json', got {style!r}")
     return f"%json {json.dumps(form.node['json_schema'])}"

@@ -231,8 +231,7 @@ def _locate_complaint(spec: str, complaint: str) -> str:
 
 
 def _keys_and_texts(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
-    """Yields pairs for each key and each text in a schema: its JSON pointer, and the key or text
-    itself."""
+    """Yields the JSON pointer of each key and each text in a schema, and the key or text itself."""
     if isinstance(schema, dict):
         for key, value in schema.items():
             yield f"{path}/{key}", key

@@ -135,8 +135,7 @@ class CanvasCounter:
         return cls(family.num_answer_tokens, spans, joins_canvases=joins_canvases)
 
     def count_request(self, acceptance: str) -> None:
-        """Counts a new request by `acceptance`: its acceptance rule, or its mode if it verifies
-        drafts."""
+        """Counts a new request by `acceptance`: its rule, or its mode if it verifies drafts."""
         self._counts.requests[acceptance] += 1
 
     def count_step(

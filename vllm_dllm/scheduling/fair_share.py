@@ -50,8 +50,7 @@ class FairShare:
         return _over_limit(self.canvases, running, names, Counter()) if self._is_shared else []
 
     def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
-        """Returns waiting requests that must not start in the next step. Called after
-        `sitting_out`."""
+        """Returns waiting requests that must not start next. Called after `sitting_out`."""
         counts, waiting = Counter(_http_requests(running)), list(waiting)
         most = self.canvases if self._is_shared else self.places
         return _over_limit(most, waiting, _http_requests(waiting), counts)

@@ -134,8 +134,7 @@ class AlignedBlocks(CanvasFamily):
 
 
 def canvas_family(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
-    """Returns the family of the served model. `canvas_length`: of the served canvases, in
-    tokens."""
+    """Returns the family of the served model. `canvas_length`: of served canvases, in tokens."""
     masked = MaskedConfig.if_masked(vllm_config)
     is_aligned = masked is not None and not masked.family.is_causal
     return (AlignedBlocks if is_aligned else CanvasFamily)(vllm_config, canvas_length, masked)

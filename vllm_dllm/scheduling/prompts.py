@@ -70,8 +70,7 @@ def append_canvas(
 def _join_block_ids(
     before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
 ) -> tuple[list[int], ...]:
-    """Returns the block ids of each KV cache group, `before` and then `added`. None: there were
-    none."""
+    """Returns the block ids of each KV cache group: `before`, if there were any, and `added`."""
     if before is None:
         return added
     return tuple([*group, *more] for group, more in zip(before, added, strict=True))

@@ -64,8 +64,7 @@ class CanvasScheduling(CountedScheduling):
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
-        """Adds a request, and writes what this scheduler will do with it into its options for the
-        worker."""
+        """Adds a request, with what this scheduler will do to it in its options for the worker."""
         params = request.sampling_params
         if (options := load_options(params)) is not None:
             fitted = options.narrowing(params.max_tokens, self.num_spec_tokens)
@@ -98,9 +97,8 @@ class CanvasScheduling(CountedScheduling):
     # --- a prompt and its first canvas ------------------------------------------------------
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Adds the canvas of every request whose prefill a planned step completes to the step, in
-        place. A canvas for which the token budget or the KV cache has no room waits for the next
-        step."""
+        """Adds the canvas of every request whose prefill a planned step completes, in place. A
+        canvas for which the token budget or the KV cache has no room waits for the next step."""
         if not self.family.joins_canvases:
             return
         budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
@@ -165,8 +163,7 @@ class CanvasScheduling(CountedScheduling):
         return computed - self.family.num_recomputed(computed)
 
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Holds prompt log-probabilities back until the request's first tokens. Changes `output` in
-        place."""
+        """Holds a prompt's log-probabilities in `output` back until its first tokens, in place."""
         self._prompt_scores.delay(output, self.requests)
 
     # --- finished blocks --------------------------------------------------------------------

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class Drafts(NamedTuple):
-    """Says which canvases are drafts, whose tokens the model decides causally (see
-    `VerifiedStep`)."""
+    """Says which canvases are drafts, whose tokens are decided causally (see `VerifiedStep`)."""
 
     is_draft_np: np.ndarray  # [n] bool
     is_draft: torch.Tensor  # [n] bool, the same on the device
@@ -85,8 +84,7 @@ class Denoised(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What becomes of each canvas in its phase: it is denoised on, finished, emitted or
-    committed."""
+    """What becomes of each canvas in its phase: denoised on, finished, emitted or committed."""
 
     denoises: torch.Tensor  # [n] bool, canvases that are denoised, not committed or taken back
     best_guess: torch.Tensor  # [n, C] int64
@@ -227,8 +225,7 @@ def _may_move(inputs: StepInputs, outcome: StepOutcome, settled: Settled) -> tor
 def _settle_drafts(
     settled: Settled, inputs: StepInputs, drafts: Drafts, verified: VerifiedDrafts
 ) -> Settled:
-    """Returns `settled` with the outcome of canvases that are drafts; the other canvases keep
-    theirs."""
+    """Returns `settled` with the outcome of canvases that are drafts; others keep theirs."""
     is_draft = drafts.is_draft
     at_once = torch.where(is_draft, settled.finished & (verified.emitted > 0), settled.at_once)
     emitted = torch.where(is_draft, verified.emitted, settled.emitted)

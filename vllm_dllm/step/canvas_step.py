@@ -163,8 +163,7 @@ class CanvasStep(ABC):
 
     @abstractmethod
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
-        """Returns the outcome of a denoise step for each canvas. Leaves the slots' progress to
-        `Settling`."""
+        """Returns each canvas' outcome of a denoise step. Leaves slots' progress to `Settling`."""
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Returns the numbers of the latest step for the metrics, and forgets them. Returns None if

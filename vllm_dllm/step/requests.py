@@ -26,8 +26,7 @@ from vllm_dllm.step.watched.observers import CanvasObservers
 
 
 class StepRequests:
-    """Tells the slots, and the parts that keep what requests ask for, when requests come and
-    leave."""
+    """Tells slots, and parts that keep what requests ask for, when requests come and leave."""
 
     def __init__(
         self,

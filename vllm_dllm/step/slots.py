@@ -146,13 +146,11 @@ class CanvasSlots:
         return self.host_numbers[slots_np, _COLUMN[name]]
 
     def read_numbers(self, idx: Index) -> SlotNumbers:
-        """Returns the numbers of the slots `idx` [n]; of a slice, views that change with the next
-        write."""
+        """Returns the numbers of slots `idx` [n]; of a slice, views that the next write changes."""
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
     def read_tokens(self, idx: Index) -> SlotTokens:
-        """Returns the tokens of the slots `idx` [n]; of a slice, views that change with the next
-        write."""
+        """Returns the tokens of slots `idx` [n]; of a slice, views that the next write changes."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
     def are_committing(self, idx: Index) -> torch.Tensor:
@@ -167,8 +165,7 @@ class CanvasSlots:
         is_committing: torch.Tensor,  # [n] bool
         times_repeated: torch.Tensor,  # [n] int64
     ) -> None:
-        """Overwrites the progress of the slots `idx` [n] with what a step leaves for the next
-        one."""
+        """Overwrites the progress of slots `idx` [n] with what a step leaves for the next one."""
         self.best_guess[idx] = best_guess
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
@@ -218,8 +215,7 @@ class NewRequest:
 
 
 class Registry(ABC):
-    """A part that keeps what requests ask for. `StepRequests` tells it when requests come and
-    leave."""
+    """A part that keeps what requests ask for. `StepRequests` tells it when they come and go."""
 
     @abstractmethod
     def add_request(self, request: NewRequest) -> None:

@@ -21,8 +21,7 @@ MOST_KEPT = 1024
 
 
 class Mark(NamedTuple):
-    """A position in an answer, with the parts of its state that the tokens before it do not
-    determine."""
+    """A position in an answer, with what of its state the tokens before it do not determine."""
 
     position: int  # absolute
     plan: list[int] | None  # tokens that an earlier step planned to complete the answer; None: none
@@ -66,8 +65,7 @@ class Answer:
 
     def marks_to_keep(self) -> tuple[Mark, Mark] | None:
         """Returns the marks of the current canvas' first position and of `position`, from which the
-        answer continues after a preemption. Returns None if no canvas has begun or the grammar has
-        ended."""
+        answer goes on after a preemption; None if no canvas has begun or the grammar has ended."""
         if self.canvas is None or self.state.has_ended:
             return None
         return self.canvas, self.current_mark
@@ -75,8 +73,7 @@ class Answer:
     def begin_canvas(self, begin: int, emitted: list[int]) -> int | None:
         """Consumes the tokens `emitted` since the previous canvas, and moves to the canvas that
         begins at absolute position `begin`. Restores the kept marks of a request that was
-        preempted. Returns the first illegal token, which ends the consumption; None if all are
-        legal."""
+        preempted. Returns the first illegal token, at which it ends; None if all are legal."""
         if self.kept is not None:
             canvas, latest = self.kept
             # A canvas that was not finished starts anew.
@@ -124,8 +121,7 @@ class KeptMarks:
                 self._marks.popitem(last=False)
 
     def pop(self, req_id: str) -> tuple[Mark, Mark] | None:
-        """Removes and returns the marks of a request that comes back. Returns None if none are
-        kept."""
+        """Removes and returns the marks of a request that comes back; None if none are kept."""
         return self._marks.pop(req_id, None)
 
 
@@ -182,8 +178,7 @@ class _RowReader(NamedTuple):
         row: int,
         words: np.ndarray,  # [W] uint32, a bit for each token
     ) -> tuple[int, float]:
-        """Returns the row's most probable token of the set `words`, and its log-probability among
-        all tokens."""
+        """Returns the row's most probable token of `words`, and its log-probability among all."""
         scaled = self._scaled(row)
         is_illegal = async_tensor_h2d(~unpack_mask(words, len(scaled)), device=scaled.device)
         token = scaled.masked_fill(is_illegal, float("-inf")).argmax()

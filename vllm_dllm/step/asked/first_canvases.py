@@ -29,8 +29,7 @@ class FirstCanvases(Registry):
         self._pinned: set[int] = set()
 
     def add_request(self, request: NewRequest) -> None:
-        """Stages the canvas that the request brings, if any. Skips a request that comes back after
-        a preemption."""
+        """Stages the canvas that the request brings, if any. Skips one that was preempted."""
         # After a preemption the first block may be over; a canvas of noise fits any block.
         canvas = request.options.seed_canvas
         if canvas is not None and not request.is_resumed:
@@ -76,13 +75,11 @@ class Expected(NamedTuple):
     guess: torch.Tensor  # [n, C] int64, tokens that the next best guess is compared with
 
     def fill_canvas(self, canvas: torch.Tensor) -> torch.Tensor:
-        """Returns `canvas` [n, C] with the expected tokens in place of its own where any are
-        expected."""
+        """Returns `canvas` [n, C] with expected tokens in place of its own where there are any."""
         return torch.where(self.canvas == NO_TOKEN, canvas, self.canvas)
 
     def fill_guess(self, guess: torch.Tensor) -> torch.Tensor:
-        """Returns `guess` [n, C] with the expected tokens in place of its own where any are
-        expected."""
+        """Returns `guess` [n, C] with expected tokens in place of its own where there are any."""
         return torch.where(self.guess == NO_TOKEN, guess, self.guess)
 
     def spread_to_rows(self, rows: torch.Tensor, count: int) -> "Expected":
@@ -161,8 +158,7 @@ class Predictions(Registry):
         return batch.any_in(self._predicted)
 
     def find_predicted(self, batch: CanvasBatch) -> Predicted | None:
-        """Returns the canvases whose requests have a prediction. Returns None if no request has
-        one."""
+        """Returns the canvases whose requests have a prediction; None if no request has one."""
         if not self.any_in(batch):
             return None
         rows = np.array(batch.canvases_in(self._predicted), dtype=np.int64)
@@ -214,9 +210,8 @@ class Predictions(Registry):
         return self._expected_at(idx, next_places(self._position[idx], self._slots.canvas.shape[1]))
 
     def _expected_at(self, idx: Index, places: torch.Tensor) -> Expected:
-        """Returns what is expected of canvases whose positions are at `places` [k, C] of their
-        predictions. Behind the prediction's end, the guess is stop tokens, and the canvas holds one
-        of them."""
+        """Returns what is expected of canvases at `places` [k, C] of their predictions. Behind the
+        prediction's end, the guess is stop tokens, and the canvas holds one of them."""
         length = self._length[idx]
         tokens = tokens_at(self._tokens[idx], places)
         guess = fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)

@@ -77,8 +77,7 @@ class GrammarRuns(CanvasGrammars):
         return GrammarReveal(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
 
     def _open_answer(self, slot: int, begin: int) -> Answer | None:
-        """Returns what `_update_answer` does. Returns None, too, if the answer has all its
-        tokens."""
+        """Returns what `_update_answer` does; None, too, if the answer has all its tokens."""
         answer = self._update_answer(slot, begin)
         return None if answer is None or answer.position >= answer.end else answer
 
@@ -86,8 +85,7 @@ class GrammarRuns(CanvasGrammars):
         self, slot: int, choose: ChooseCandidate, first: int, length: int, rule: RunRule
     ) -> list[int] | None:
         """Returns the legal tokens to reveal from row `first` of `length` rows on, and moves the
-        slot's answer on by them. Returns None if there is no legal path; the grammar is then given
-        up."""
+        slot's answer on by them. Returns None, and gives the grammar up, if no path is legal."""
         answer = self._answers[slot]
         num_tokens = answer.end - answer.position
         try:
@@ -165,8 +163,7 @@ class GrammarRuns(CanvasGrammars):
     ) -> torch.Tensor:
         """Returns `tokens` [n, C] int64, with a legal path in the drafted canvases that have a
         grammar: from the first row that their answer has not passed, as far as a path is found.
-        Grammars stay where they are, and move on when the draft is verified. Waits for the
-        device."""
+        Grammars stay, and move on when the draft is verified. Waits for the device."""
         batch = inputs.batch
         if not self.any_in(batch):
             return tokens

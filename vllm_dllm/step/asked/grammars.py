@@ -134,14 +134,12 @@ class CanvasGrammars(Registry):
                 self._write_forced_start(slot, answer)
 
     def _write_forced_start(self, slot: int, answer: Answer) -> None:
-        """Writes the tokens that the grammar forces at the answer's start into the slot's
-        canvas."""
+        """Writes the tokens that the grammar forces at the answer's start to the slot's canvas."""
         forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
         self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
     def remove_request(self, slot: int) -> None:
-        """Forgets the slot's grammar. Keeps its marks, since the request may come back after a
-        preemption."""
+        """Forgets the slot's grammar. Keeps its marks: the request may have been preempted."""
         self._added.pop(slot, None)
         if (answer := self._answers.pop(slot, None)) is not None:
             self._kept.save(self._req_states.index_to_req_id[slot], answer)
@@ -172,8 +170,7 @@ class CanvasGrammars(Registry):
         self.remove_request(slot)
 
     def cut_answers(self, batch: CanvasBatch) -> list[int]:
-        """Returns the batch indices of requests whose answers were closed early, because their
-        tokens run out."""
+        """Returns batch indices of requests whose answers are closed since their tokens run out."""
         cut = {slot for slot, answer in self._answers.items() if answer.is_cut}
         return [int(batch.requests_np[i]) for i in batch.canvases_in(cut)] if cut else []
 

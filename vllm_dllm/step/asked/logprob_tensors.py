@@ -22,14 +22,12 @@ class LogprobRequest:
     read_only: bool = False
     constrained: bool = False  # among its allowed tokens
     latest: LogprobsTensors | None = None
-    """Scores [C rows] of the latest step that was not taken back, or of the steps that placed the
-    tokens."""
+    """Scores [C rows] of the last step not taken back, or of those that placed the tokens."""
     seed: torch.Tensor | None = None  # logits [V] that the canvas' first token was drawn from
 
 
 class Placements(NamedTuple):
-    """Where a step of a masked model places tokens in n canvases, by revealing or replacing
-    them."""
+    """Where a masked model's step places tokens in n canvases, by revealing or replacing them."""
 
     positions: torch.Tensor  # [n, C] bool
     steps: torch.Tensor  # [n] int64, the number of this step in each canvas, from 1

@@ -68,8 +68,7 @@ class StepLogprobs(Registry):
         return any(request.when_placed for _, request in self._requests_in(batch))
 
     def _requests_in(self, batch: CanvasBatch) -> Iterator[tuple[int, LogprobRequest]]:
-        """Yields the index of each canvas whose request asks for log-probabilities, and what it
-        asks for."""
+        """Yields the indices of canvases that ask for log-probabilities, and what they ask for."""
         for i, slot in enumerate(batch.slots_list if self._requests else ()):
             if (request := self._requests.get(slot)) is not None:
                 yield i, request

@@ -65,8 +65,7 @@ class MaskedStepSettings(NamedTuple):
         num_steps: torch.Tensor,  # [n] int64
         canvas_length: int | torch.Tensor,  # positions; [n] int64, or one number for all
     ) -> MaskedRules:
-        """Returns the rules by which each canvas' coming step chooses the candidates that it
-        reveals."""
+        """Returns the rules by which each canvas' next step chooses what candidates it reveals."""
         least = self.least
         if self.has_shares:
             share = even_share(steps_done, num_steps, canvas_length)

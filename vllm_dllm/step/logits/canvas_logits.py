@@ -28,8 +28,7 @@ def most_step_bytes(model: Any, dtype: torch.dtype, rows: int, budget_bytes: int
 
 
 def rows_within_budget(vocab_size: int, budget_bytes: int) -> int:
-    """Returns how many rows of logits, with the values computed from them, fit the budget; at least
-    1."""
+    """Returns how many rows of logits, with what is made of them, fit the budget; 1 or more."""
     return max(1, budget_bytes // (vocab_size * BYTES_PER_WHOLE_LOGIT))
 
 
@@ -39,8 +38,7 @@ class SamplingMemory:
     nothing waits."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """`budget_bytes`: the most that one tile of logits may take, beside logits that are held
-        whole."""
+        """`budget_bytes`: the most that a tile of logits may take, beside logits held whole."""
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
 
@@ -133,15 +131,13 @@ class WholeLogits:
         return self._processed[self.batch.rows_of(i)][position]
 
     def record_and_tile(self) -> Iterator[slice]:
-        """Returns slices that split all rows into tiles, and records the memory that one tile
-        takes."""
+        """Returns slices that split all rows into tiles, and records the memory of one tile."""
         num_rows = len(self._raw)
         self._record_memory(min(num_rows, self.tile_rows))
         return tiles(slice(0, num_rows), self.tile_rows)
 
     def _record_memory(self, num_rows: int) -> None:
-        """Records the memory of the logits and of the values computed from `num_rows` rows at a
-        time."""
+        """Records the memory of logits, and of what is made of `num_rows` rows at a time."""
         held = 1 if self._processed is self._raw else 2
         self.memory.record(
             held * self._raw.nbytes + num_rows * self._raw.shape[1] * BYTES_PER_WHOLE_LOGIT

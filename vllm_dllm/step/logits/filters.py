@@ -80,8 +80,7 @@ class LogitFilters(Registry):
         self._added.clear()
 
     def _make_rules(self, request: NewRequest) -> LogitRules:
-        """Returns the rules that a request's sampling parameters set; without effect if they set
-        none."""
+        """Returns the rules that a request's parameters set; without effect if they set none."""
         params, size = request.params, self.vocab_size
         words = params.bad_words_token_ids or []
         longer = [word for word in words if len(word) > 1]

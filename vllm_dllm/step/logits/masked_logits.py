@@ -24,8 +24,7 @@ class MaskedLogits(canvas_logits.WholeLogits):
         return self._processed if in_process else self._raw
 
     def exclude_tokens(self, canvases: Sequence[int], tokens: torch.Tensor) -> None:
-        """Excludes `tokens` [m] int64 from the canvases with indices `canvases`, in all later
-        reads."""
+        """Excludes `tokens` [m] int64 from `canvases`, by index, in all later reads."""
         if canvases and self._processed is self._raw:
             self._processed = self._raw.clone()
         for i in canvases:
@@ -81,8 +80,7 @@ class RowDraws(NamedTuple):
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def draw_all_without(self, excluded: torch.Tensor) -> torch.Tensor:
-        """Returns [rows] int64: a token drawn from every row, none of them in `excluded` [m]
-        int64."""
+        """Returns [rows] int64: a token drawn from every row, none of `excluded` [m] int64."""
         num_rows = len(self.noise.is_greedy)
         rows = torch.arange(num_rows, device=excluded.device)
         return self.draw_rows_without(rows, excluded.expand(num_rows, -1), self.noise.uniform)
@@ -93,8 +91,7 @@ class RowDraws(NamedTuple):
         excluded: torch.Tensor,  # [k, m] int64, tokens that each of them may not have
         uniform: torch.Tensor | None,  # [k] float64; not read if all rows are greedy
     ) -> torch.Tensor:
-        """Returns [k] int64: a token drawn from each of `rows`, outside those that the row
-        excludes."""
+        """Returns [k] int64: a token drawn from each of `rows`, none that the row excludes."""
         processed, parts = self.logits.all_rows(in_process=True), []
         for places in torch.arange(len(rows), device=rows.device).split(self.logits.tile_rows):
             own = rows[places]

@@ -42,8 +42,7 @@ class SoftEmbedding:
         scaled: torch.Tensor,  # [rows, V] fp32, temperature-scaled
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
-        """Returns the expected embeddings of rows that are held whole, [rows, H] in the model's
-        dtype."""
+        """Returns expected embeddings of rows held whole, [rows, H] in the model's dtype."""
         if self.top_k is None:
             return self.model.soft_embeddings(scaled, probs)
         top = probs.topk(min(self.top_k, probs.shape[1]), dim=-1)
@@ -109,8 +108,7 @@ class DroppedMass:
         self._logged = time.monotonic()
 
     def count_rows(self, dropped: torch.Tensor) -> None:
-        """Counts the probability left out of each row, `dropped` [rows, 1] fp32, and logs if it is
-        time."""
+        """Counts the probability left out of rows, `dropped` [rows, 1] fp32. Logs if it is time."""
         if self._parts is None:
             self._parts = torch.zeros(3, device=dropped.device)
         total, largest, rows = self._parts

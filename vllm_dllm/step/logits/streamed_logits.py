@@ -147,8 +147,7 @@ class StreamedLogits:
         return concat_rows(parts)
 
     def _guess_rows(self) -> torch.Tensor | None:
-        """Returns the last step's best guesses, [rows] int64. Returns None if no tolerance needs
-        them."""
+        """Returns the last step's best guesses, [rows] int64; None if no tolerance needs them."""
         return self.batch.flatten(self.context.guesses) if self.soft.tolerance else None
 
     def _read_by_tiles(

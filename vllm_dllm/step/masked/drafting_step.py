@@ -22,8 +22,7 @@ from vllm_dllm.step.slots import Index
 
 
 class DraftingStep(MaskedStep):
-    """Verifies drafts of requests that ask for it. Canvases of other requests are denoised as in
-    `MaskedStep`."""
+    """Verifies drafts of requests that ask for it. Others are denoised as in `MaskedStep`."""
 
     @property
     def verifying_causal(self) -> int:
@@ -32,8 +31,7 @@ class DraftingStep(MaskedStep):
         return 1
 
     def may_verify(self, input_batch: InputBatch) -> bool:
-        """Returns whether any request of the batch has its drafts verified. Does not wait for the
-        device."""
+        """Returns whether any request of the batch has its drafts verified. Never waits."""
         slots_np = input_batch.idx_mapping_np[: input_batch.num_reqs]
         return bool(self.slot_settings.are_verified(slots_np).any())
 
@@ -49,8 +47,7 @@ class DraftingStep(MaskedStep):
         return None
 
     def _noise(self, inputs: StepInputs) -> torch.Tensor:
-        """Returns the noise. Requests whose drafts are verified draw a position by the same number
-        in all steps."""
+        """Returns the noise. Verified requests draw a position by the same number in all steps."""
         is_verified = self._settings_of(inputs).is_verified
         if is_verified is None:
             return super()._noise(inputs)
@@ -218,8 +215,7 @@ class ShiftedStep(DraftingStep, SeededStep):
 
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Denoises the canvases. First overwrites, in `source`, the first row of each canvas that
-        begins its block with the logits kept for it, because no row of this forward predicts that
-        position."""
+        begins its block with the logits kept for it: no row of this forward predicts it."""
         begins_block = inputs.starts % self.canvas_length == 0
         self.requests.logprobs.restore_seed_logits(inputs.batch, source, begins_block)
         return super()._denoise(inputs, source)

@@ -27,8 +27,7 @@ _TRIES = 5  # tokens that a step replaces to get a block out of a loop
 
 
 class LevenshteinStep(MaskedStep):
-    """Edits blocks by the rules of `denoise.levenshtein`: reveals, replaces, deletes and inserts
-    tokens."""
+    """Edits blocks by `denoise.levenshtein`: reveals, replaces, deletes and inserts tokens."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

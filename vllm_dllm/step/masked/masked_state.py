@@ -22,8 +22,7 @@ from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 
 class CausalModelState(DiffusionModelState):
-    """The state of models whose known rows are causal. A canvas' rows see each other and all known
-    rows."""
+    """The state of models whose known rows are causal. A canvas' rows see it and all known ones."""
 
     step_cls: type[MaskedStep] = VerifiedStep
 

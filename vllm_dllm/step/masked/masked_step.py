@@ -170,8 +170,7 @@ class MaskedStep(CanvasStep):
 
     def _leads(self, inputs: StepInputs) -> dict[int, torch.Tensor]:
         """Returns, by index of the canvas, how many positions ahead its rows predict: [] int64, see
-        `CanvasRules`. Canvases without an entry predict their own positions. In this class, all
-        do."""
+        `CanvasRules`. Canvases without an entry predict their own, here all."""
         return {}
 
     def _verify_drafts(self, inputs: StepInputs, choice: Choice) -> VerifiedDrafts | None:

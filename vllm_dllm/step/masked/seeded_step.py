@@ -22,8 +22,7 @@ from vllm_dllm.step.masked.masked_step import Choice, MaskedStep
 
 
 class SeededStep(MaskedStep):
-    """Samples the first token of each canvas before its first step, from the row before the
-    canvas."""
+    """Samples the first token of each canvas before its first step, from the row before it."""
 
     _ended: CanvasBatch | None = None  # the last rows of prefills that end in this step
     # The last rows of k canvases, any of which this step may commit, with asynchronous scheduling.
@@ -61,8 +60,7 @@ class SeededStep(MaskedStep):
         chosen: np.ndarray,  # [num_reqs] bool
     ) -> CanvasBatch | None:
         """Appends the last row of each chosen request to `input_batch.logits_indices`, so that the
-        runner computes its logits. Returns a batch of these rows, or None if no request is
-        chosen."""
+        runner computes its logits. Returns a batch of these rows; None if there are none."""
         if not chosen.any():
             return None
         last = CanvasBatch.from_last_rows(
@@ -75,8 +73,7 @@ class SeededStep(MaskedStep):
     def start_canvases(
         self, batch: CanvasBatch | None, source: torch.Tensor, input_batch: InputBatch
     ) -> None:
-        """Writes the first tokens of canvases whose prompt's prefill ends in this step into their
-        slots."""
+        """Writes the first tokens of canvases whose prefill ends in this step into their slots."""
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -150,8 +147,7 @@ class SeededStep(MaskedStep):
         is_new: torch.Tensor | None,  # [n] bool; None: all are
     ) -> None:
         """Hook: keeps the logits of first tokens where `is_new`, for subclasses whose later steps
-        cannot compute them again. Does nothing in this class, where each first token has a row of
-        its own."""
+        cannot compute them again. Does nothing here: each first token has a row of its own."""
 
 
 class VerifiedStep(SeededStep):

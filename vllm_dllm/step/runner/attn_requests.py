@@ -36,8 +36,7 @@ class AttnRequests:
     def build(
         cls, batch: InputBatch, block_tables: Sequence[torch.Tensor], device: torch.device
     ) -> "AttnRequests":
-        """Builds the requests of a batch. A request that has both a canvas and known tokens becomes
-        two."""
+        """Builds the requests of a batch. One with both a canvas and known tokens becomes two."""
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
             return cls._split_canvases(batch, num_canvas, block_tables, device)
@@ -105,10 +104,9 @@ class LatestMetadata:
         window_rules: WindowRules,
         slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
     ) -> dict[str, Any]:
-        """Returns the latest metadata if this step's would be equal, else calls `build` and keeps
-        its result. All tensors are on the CPU. Metadata refer to the runner's buffers, so those
-        must be the same memory, too. The contents of slot mappings may differ: nothing is derived
-        from them."""
+        """Returns the latest metadata if this step's would be equal, else keeps those of `build`.
+        All tensors are on the CPU. Metadata refer to the runner's buffers, so those must be the
+        same memory, too. The contents of slot mappings may differ: nothing is derived from them."""
         rules = [t for t in (window_rules.symmetric, window_rules.spans) if t is not None]
         tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
         made_of = (
@@ -123,8 +121,7 @@ class LatestMetadata:
 
 
 class ImageRows:
-    """Knows where the images of requests lie, by slot, and tells which rows of a step belong to
-    them."""
+    """Knows where images of requests lie, by slot, and which rows of a step belong to them."""
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
         self._images: dict[int, np.ndarray] = {}  # by slot, [k, 2] int64: starts and ends

@@ -18,8 +18,7 @@ from vllm_dllm.step.logits.canvas_logits import most_step_bytes, rows_within_bud
 
 
 class DiffusionSampler:
-    """Replaces vLLM's Sampler and RejectionSampler: has `CanvasStep` advance the batch's
-    canvases."""
+    """Replaces vLLM's Sampler and RejectionSampler: has `CanvasStep` advance canvases."""
 
     # The runner reads `output_bin_counts`; None: `LogitFilters` counts, where requests ask for it.
     penalties_state = SimpleNamespace(output_bin_counts=None)
@@ -58,8 +57,7 @@ class DiffusionSampler:
 
     @cached_property
     def _most_bytes(self) -> int:
-        """Returns the most bytes that a step may take for logits and the values computed from
-        them."""
+        """Returns the most bytes that a step may take for logits and what is made of them."""
         step = self.step
         return most_step_bytes(step.model, step.dtype, self._max_rows, step.memory.budget_bytes)
 

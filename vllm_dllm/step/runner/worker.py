@@ -167,8 +167,7 @@ asks for everything, and our sampler computes less for requests that ask for les
 
 
 class CanvasWorker(Worker):
-    """Adds to vLLM's GPU worker: measured kernels, and canvases committed beside their
-    successors."""
+    """Adds to vLLM's GPU worker: measured kernels, canvases committed beside successors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()

@@ -26,8 +26,7 @@ NAMES = ("step", "accepted", "entropy", "denoises", "finished", "converged")
 
 
 class Emits(NamedTuple):
-    """Says which blocks are emitted by the step that finishes them, see
-    `Settling._emits_at_once`."""
+    """Says which blocks the step that finishes them emits, see `Settling._emits_at_once`."""
 
     last: bool  # a request's last block
     others: bool  # all blocks before it
@@ -131,8 +130,7 @@ def store_soft_embeds(
     slots: CanvasSlots,  # whose `soft_embeds` are changed in place
 ) -> None:
     """Writes to the slots the expected embeddings that the next step's self-conditioning reads.
-    They are zeros where another block starts. Those of a cut canvas stay. A program writes one
-    position's."""
+    They are zeros where another block starts. A cut canvas' stay. A program writes a position's."""
     hidden_size = soft_rows.shape[1]
     _store_soft_kernel[(batch.num_canvases, batch.canvas_length)](
         soft_rows,

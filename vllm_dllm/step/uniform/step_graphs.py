@@ -110,8 +110,7 @@ class StepGraphs:
         return captured.settled._replace(told=captured.settled.told.clone())
 
     def _load_slots(self, batch: CanvasBatch) -> _Captured:
-        """Copies the batch's slots to where graphs read them, and returns the graphs of its
-        size."""
+        """Copies the batch's slots to where graphs read them. Returns the graphs of its size."""
         if batch is not self._latest:
             self._slots[: batch.num_canvases].copy_(batch.slots)
             self._latest = batch
