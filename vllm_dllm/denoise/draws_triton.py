@@ -33,8 +33,9 @@ def temperature_and_noise(
     slots: torch.Tensor,  # [n] int64, each canvas' row in the tables
     ends: torch.Tensor,  # [n] int, absolute position after each canvas' last token
     lengths: torch.Tensor,  # [n] int64
-    numbers: tuple[torch.Tensor, ...],  # [R] int64, columns of one table: noise keys, steps done,
-    # most steps
+    numbers: tuple[
+        torch.Tensor, ...
+    ],  # [R] int64, of one table: noise keys, steps done, most steps
     schedule: tuple[torch.Tensor, ...],  # [R] fp32, columns of one table: `t_min`, `t_span`
     canvas_length: int,
     vocab_size: int,

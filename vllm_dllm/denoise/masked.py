@@ -62,8 +62,7 @@ class Ahead(NamedTuple):
     """What a step reveals behind the first unfinished part of a canvas."""
 
     threshold: torch.Tensor  # [n] fp32, candidates that are more probable are revealed
-    num_parts: torch.Tensor | None  # [n], in this many parts, the first unfinished one included;
-    # None: in all
+    num_parts: torch.Tensor | None  # [n], in this many, from the first unfinished one; None: all
 
 
 class MaskedOutcome(NamedTuple):
@@ -85,11 +84,10 @@ class Edited(NamedTuple):
 
 def draw_candidates(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
-    uniform: torch.Tensor | None,  # [rows] float in [0, 1); None: all candidates are the most
-    # probable tokens
+    uniform: torch.Tensor | None,  # [rows] float in [0, 1); None: all take the most probable token
     is_greedy: torch.Tensor,  # [rows] bool, rows whose candidate is the most probable token
-    judged: torch.Tensor | None = None,  # [rows, V] fp32, logits that probability and entropy are
-    # taken from; None: `logits`
+    judged: torch.Tensor
+    | None = None,  # [rows, V] fp32, of probability and entropy; None: `logits`
 ) -> Candidates:
     """Returns a candidate for each row, and how sure the model is of it."""
     log_probs = logits.log_softmax(dim=-1)
@@ -116,8 +114,8 @@ def masked_step(
     rules: MaskedRules,
     edits: Edits | None,  # None: no canvas has any
     mask_id: int,
-    stops: torch.Tensor | None = None,  # [n, K] int64, stop tokens, behind which a canvas need not
-    # be revealed; None: it must be, everywhere
+    stops: torch.Tensor
+    | None = None,  # [n, K] int64, tokens behind which nothing counts; None: none
     parts: torch.Tensor | None = None,  # [n, C] int64, rising: parts are revealed one after another
     by_grammar: GrammarReveal | None = None,  # None: no canvas has a grammar
     ahead: Ahead | None = None,  # None: nothing is revealed behind the first unfinished part

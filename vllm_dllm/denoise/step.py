@@ -62,8 +62,7 @@ class StepOutcome(NamedTuple):
     converged: torch.Tensor | None = None  # [n] bool, the best guess has not changed and the model
     # is sure of it, or a grammar's has not changed for `AT_REST` steps; None: no canvas is judged
     # by that
-    revealed: torch.Tensor | None = None  # [n] bool, nothing is hidden any more; None: nothing ever
-    # was
+    revealed: torch.Tensor | None = None  # [n] bool, nothing is hidden any more; None: never was
 
 
 def denoise_step(

@@ -41,9 +41,7 @@ class StepInputs(NamedTuple):
     block_ends: torch.Tensor  # [n] int64, absolute position after its last token
     stops: torch.Tensor  # [n, K] int64, stop tokens
     settings: StepSettings | MaskedStepSettings
-    cut: torch.Tensor | None = (
-        None  # [n] bool, canvases whose step is taken back; None: surely none
-    )
+    cut: torch.Tensor | None = None  # [n] bool, canvases that are taken back; None: surely none
     earlier: dict[str, torch.Tensor] | None = None  # `snapshot` before the step; None with `cut`
     drafts: Drafts | None = None  # None: no canvas is a draft
 
