@@ -171,7 +171,7 @@ class CanvasStreams:
         is_stream = False  # an error is not
 
         async def send_with_canvases(message: Message) -> None:
-            """Passes vLLM's messages on. Those of an event stream go through `stream`, which adds
+            """Passes vLLM's messages on, those of event streams by `stream`, which adds
             canvases."""
             nonlocal is_stream
             if message["type"] == "http.response.start":

@@ -40,8 +40,7 @@ def temperature_and_noise(
     canvas_length: int,
     vocab_size: int,
 ) -> StepDraws:
-    """Returns what `temperature` and `step_noise` compute, in one launch, which reads the slots'
-    tables."""
+    """Returns what `temperature` and `step_noise` do, in one launch that reads slots' tables."""
     n = len(slots)
     pitches = [{column.stride(0) for column in columns} for columns in (numbers, schedule)]
     assert all(len(pitch) == 1 for pitch in pitches), "columns of one table"

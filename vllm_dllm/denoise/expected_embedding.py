@@ -151,8 +151,7 @@ class TopTokens:
         weights: torch.Tensor | None,
         embeddings: torch.Tensor,
     ) -> None:
-        """Merges the next tile's most probable tokens with those of the tiles before. Reads only
-        `logits`."""
+        """Merges the next tile's most probable tokens with earlier ones. Reads only `logits`."""
         top = logits.topk(min(self.k, logits.shape[1]), dim=-1)
         best, tokens = top.values.float(), top.indices + self._next
         self._next += logits.shape[1]

@@ -69,8 +69,8 @@ class FusedExpectedEmbedding:
         )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what `ExpectedEmbedding.result` does. After a single tile, the sum is in the
-        model's type."""
+        """Returns what `ExpectedEmbedding.result` does; of one tile, the sum in the model's
+        type."""
         assert self._sum is not None, "no tile has been added"
         return self._sum, self._total, self._maximum
 

@@ -139,8 +139,7 @@ def has_only_tokens(request: Request) -> bool:
 
 
 def describe_step(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
-    """Returns the size of the step that `output` schedules. Drafts of `widths` tokens follow it, by
-    request id."""
+    """Returns the size of the step that `output` schedules, with drafts of `widths` tokens."""
     drafts = output.scheduled_spec_decode_tokens
     num_rows = num_prefilled = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():

@@ -29,8 +29,7 @@ class WidthPolicy:
         """Called when the step `step` has taken `seconds`."""
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Called when the target has accepted `num_accepted` of `num_drafts` drafted tokens, at
-        least one."""
+        """Called when the target has accepted `num_accepted` of `num_drafts` tokens, 1 or more."""
 
     def width_predicted(self, request_id: str, width: int) -> None:
         """Called when the predictor has chosen a width for a request."""
@@ -172,8 +171,7 @@ class AcceptanceWidth(WidthPolicy):
         return self._history(request_id).width if request_id in self._chosen else 0
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Adds the draft to the request's history and to the average, and adjusts the request's
-        width."""
+        """Adds the draft to the request's history and the average. Adjusts the request's width."""
         change = num_accepted - self._num_accepted_of_all
         self._num_accepted_of_all += (1 - self.MEMORY) * change
         self._paying_key = None
@@ -199,8 +197,7 @@ class LoadWidth(WidthPolicy):
     num_rows: int
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """Returns an equal share of `num_rows` without the token of the target's own, at most the
-        widest."""
+        """Returns an equal share of `num_rows` without the target's token, at most the widest."""
         return min(max(self.num_rows // num_requests - 1, 0), self.widest)
 
 

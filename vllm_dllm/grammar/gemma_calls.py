@@ -58,8 +58,7 @@ class LarkRules:
         return self._terminals[body]
 
     def to_text(self, start: str) -> str:
-        """Returns the text of the grammar. `start` is the body of its first rule, mostly a rule's
-        name."""
+        """Returns the grammar's text. `start`: the body of its first rule, mostly a rule's name."""
         terminals = [f"{name}: {body}" for body, name in self._terminals.items()]
         return "\n".join(["%llguidance {}", f"start: {start}", *self.rules, *terminals]) + "\n"
 
@@ -167,8 +166,7 @@ class _ArgumentRules:
         return f"({_BODY_BY_KIND[form.kind](self, form)})"
 
     def _string_body(self, form: Form) -> str:
-        """Returns the body of a rule for a string that fits the form's length, `pattern` and
-        `format`."""
+        """Returns a rule's body for a string of the form's length, `pattern` and `format`."""
         schema, parts = form.schema, [_texts_without(QUOTE)]
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if least or most != "":
@@ -271,8 +269,7 @@ def _key_literal(name: str, path: str) -> str:
 
 
 def _repeat(rule: str, least: int, most: int | None) -> str:
-    """Returns a part of a Lark rule: `least` to `most` repetitions of `rule`. `most` None: any
-    number from `least` on."""
+    """Returns a part of a Lark rule: `least` to `most` repetitions of `rule`. None: any number."""
     least = max(least, 0)
     if most is None:
         return f"({rule}){{{least},{least}}} ({rule})*" if least else f"({rule})*"

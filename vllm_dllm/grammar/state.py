@@ -95,8 +95,7 @@ class GrammarState:
         return self.reasoning is None and self._matcher.is_accepting()
 
     def _must_go_on(self) -> bool:
-        """Returns whether `min_tokens` are not reached yet and some token other than a stop is
-        legal."""
+        """Returns whether `min_tokens` are not reached and a token other than stops is legal."""
         return self.min_tokens > 0 and bool(self._without_stops(self._mask_but_stops()).any())
 
     # --- consuming tokens -------------------------------------------------------------------
@@ -124,8 +123,7 @@ class GrammarState:
         return self.consume_tokens([token]) == 1
 
     def _may_stop_at(self, stop: int) -> bool:
-        """Returns whether the stop token may come next: the grammar is complete, or has the token
-        as text."""
+        """Returns whether the stop may come next: the grammar is complete, or has it as text."""
         fits = self._is_accepting() or self._matcher.validate_tokens([stop]) == 1
         return self.reasoning is None and fits and not self._must_go_on()
 

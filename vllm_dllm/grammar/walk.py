@@ -52,8 +52,7 @@ class LegalPath:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cost_nats: float = 0.0
-    """Summed log-probability of the best guesses of the repaired rows, minus that of the path's
-    tokens."""
+    """Summed log-probability of repaired rows' best guesses, minus that of the path."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     """Row -> [W] uint32, the tokens that are legal in it after the path's tokens before it. Rows
     that the model is sure of have no mask: their distribution stays as it is."""

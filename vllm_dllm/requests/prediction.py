@@ -14,8 +14,7 @@ from vllm_dllm.requests.options import PREDICTION
 
 
 def encode_prediction(prediction: str | list[int], tokenizer: Any) -> list[int]:
-    """Returns the token ids of a prediction, without special tokens around a text. A list is
-    returned as it is."""
+    """Returns a prediction's token ids, of a text without special tokens. A list stays as it is."""
     if isinstance(prediction, list):
         return prediction
     return list(_encode_text(prediction, tokenizer))
@@ -92,8 +91,7 @@ class AcceptedTokenCounter:
         self._rows[answer] = row
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of accepted and rejected tokens, summed over all answers, under
-        OpenAI's names."""
+        """Returns the numbers of accepted and rejected tokens of all answers, by OpenAI's names."""
         rejected = sum(row.bit_count() for row in self._rows.values())
         predicted = len(self._rows) * self._all.bit_length()
         return {

@@ -86,8 +86,7 @@ def _json_schema_body(form: _Format) -> str:
 
 
 def _tag_body(form: _Format) -> str:
-    """Returns the body for a tag. Raises ValueError if `begin` is no text, and what
-    `_content_and_end` raises."""
+    """Returns the body for a tag. Raises ValueError if `begin` is no text, or for its content."""
     return f"{quote_literal(_begin_of(form.node, form.path))} {_content_and_end(form)}"
 
 
@@ -150,8 +149,7 @@ def _separated_tags_body(form: _Format) -> str:
 
 def _gemma4_calls_body(form: _Format) -> str:
     """Returns the body for tool calls in Gemma 4's syntax. The format has `functions`, each with
-    its `name` and the JSON schema of its `parameters`. Raises ValueError if a schema cannot be
-    used."""
+    `name` and the JSON schema of its `parameters`. Raises ValueError if a schema cannot be used."""
     return calls_rule(
         form.lark,
         {one["name"]: one["parameters"] for one in form.node["functions"]},

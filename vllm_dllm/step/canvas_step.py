@@ -83,8 +83,7 @@ class CanvasStep(ABC):
         return None
 
     def begin_step(self, input_batch: InputBatch) -> None:
-        """Sets `batch` to the canvases of a step, or to None if it has none. Called before its
-        forward."""
+        """Sets `batch` to the canvases of a step; None: it has none. Called before its forward."""
         self.batch = None
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)

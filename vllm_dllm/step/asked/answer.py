@@ -138,8 +138,7 @@ def read_canvas_rows(
     revealing: Reveal | None,  # None: no canvas reveals tokens permanently
 ) -> CanvasRows:
     """Returns the `MOST_PROBABLE` most probable tokens of each row of canvas i on the host, and
-    functions that read more of a row. A permanently revealed token comes first in its row. Waits
-    for the device."""
+    functions that read more. Permanently revealed tokens come first. Waits for the device."""
     parts, first = [], 0
     for rows in logits.processed(i):
         parts.append(_top_tokens(rows / temperature[first : first + len(rows)], MOST_PROBABLE))

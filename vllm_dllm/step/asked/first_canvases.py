@@ -129,9 +129,8 @@ class Predictions(Registry):
             self._predicted.add(request.slot)
 
     def apply_staged_writes(self) -> None:
-        """Copies the staged predictions to the device, and writes what is expected of the first
-        blocks into their slots' canvases and guesses. A resumed request's first block is the next
-        one of its answer."""
+        """Copies staged predictions to the device, and writes what is expected of first blocks to
+        slots' canvases and guesses. A resumed request's first is the next block of its answer."""
         for slot, request in self._added.items():
             idx = slice(slot, slot + 1)
             self._store(idx, request.options.prediction_tokens)

@@ -27,12 +27,10 @@ _ALL = RunRule(min_tokens=1, threshold=-1.0, entropy_bound_nats=NO_BOUND)  # rev
 
 
 class GrammarRuns(CanvasGrammars):
-    """Keeps the grammars of a masked model's requests by slot, and finds the legal tokens that each
-    step reveals."""
+    """Keeps grammars of a masked model's requests by slot. Finds legal tokens that steps reveal."""
 
     def _write_forced_start(self, slot: int, answer: Answer) -> None:
-        """Does nothing: a masked model's first canvas holds masks, and its steps reveal forced
-        tokens like any others."""
+        """Does nothing: a first canvas holds masks, and steps reveal forced tokens like others."""
 
     def reveal_runs(
         self,

@@ -139,16 +139,14 @@ class MaskedSlotSettings(Registry):
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
-        """Returns the settings of a step's canvases. Consecutive steps of the same slots get the
-        same object."""
+        """Returns the settings of a step's canvases; the same object for the same slots."""
         slots = batch.slots_list
         if self._latest is None or self._latest[0] != slots:
             self._latest = slots, self._read_table(batch, self._known_settings(slots))
         return self._latest[1]
 
     def _known_settings(self, slots: list[int]) -> list[_Settings]:
-        """Returns the settings of the slots' requests. Skips slots of a warm-up, which have
-        none."""
+        """Returns the settings of the slots' requests. A warm-up's slots have none: skips them."""
         return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
     def _read_table(self, batch: CanvasBatch, of_requests: list[_Settings]) -> MaskedStepSettings:

@@ -101,8 +101,7 @@ class CanvasLogits(Protocol):
         """Yields the logits of `raw` with the request's rules applied and without a temperature."""
 
     def row(self, i: int, position: int) -> torch.Tensor:
-        """Returns the logits [V] fp32 of one position of canvas i, with the rules that need no
-        other row."""
+        """Returns the logits [V] fp32 of a position of canvas i, by rules for a single row."""
 
     def exclude(self, i: int, masks: RowMasks) -> None:
         """Excludes the tokens that `masks` does not allow from canvas i, in all later reads."""

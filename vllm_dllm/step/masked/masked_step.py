@@ -79,8 +79,7 @@ class MaskedStep(CanvasStep):
     def num_recomputed(
         self, batch: CanvasBatch | None, input_batch: InputBatch
     ) -> torch.Tensor | None:
-        """Returns [num_reqs] int64: how many known tokens each request has in a block that they do
-        not fill."""
+        """Returns [num_reqs] int64: known tokens of each request in a block that is not full."""
         known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
         if batch is not None:
             known_ends = known_ends.index_add(0, batch.requests, -batch.lengths_with_copies)

@@ -181,8 +181,7 @@ class VerifiedStep(SeededStep):
 
     def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> StepInputs:
         """Reads the slots as `SeededStep` does, and sets `drafts`: which canvases are drafts, and
-        which of these this step verifies. `drafts` stays None if no request of the batch has its
-        drafts verified."""
+        which of these this step verifies. It stays None if no request has its drafts verified."""
         inputs = super()._read_slots(batch, input_batch)
         is_draft = self._settings_of(inputs).is_verified
         if is_draft is None:

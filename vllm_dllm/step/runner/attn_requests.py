@@ -142,8 +142,7 @@ class ImageRows:
         self._ends[slot] = 0
 
     def requests_with_images(self, batch: InputBatch) -> np.ndarray:
-        """Returns [k] int64: batch indices of requests whose step begins before the end of their
-        last image."""
+        """Returns [k] int64: indices of requests whose step begins before the last image's end."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         first = batch.num_computed_tokens_np[: batch.num_reqs]
         return np.flatnonzero(first < self._ends[slots])

@@ -200,8 +200,7 @@ class CanvasWorker(Worker):
         return available
 
     def compile_or_warm_up_model(self) -> Any:
-        """Measures, compiles and warms up kernels, then has vLLM capture graphs. Returns vLLM's
-        result."""
+        """Measures, compiles and warms up kernels. Has vLLM capture graphs; returns its result."""
         if self._compiler is not None:
             self._compiler.wait()
         # Before graphs are captured: what they read must not be allocated anew, and they keep the

@@ -48,20 +48,15 @@ class UniformStep(CanvasStep):
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         """Returns the requests' state, with settings of uniform canvases."""
-        config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
-        return StepRequests(
-            self.slots,
-            sampler,
-            SlotSettings(
-                config,
-                LoadStages(self.extension.load_stages, self.device),
-                num_slots,
-                self.canvas_length,
-                self.device,
-            ),
-            self.extension,
-            vllm_config,
+        self.slot_settings = SlotSettings(
+            read_denoise_config(vllm_config),
+            LoadStages(self.extension.load_stages, self.device),
+            len(self.slots.canvas),
+            self.canvas_length,
+            self.device,
         )
+        settings, extension = self.slot_settings, self.extension
+        return StepRequests(self.slots, sampler, settings, extension, vllm_config)
 
     def condition(
         self,
@@ -102,9 +97,7 @@ class UniformStep(CanvasStep):
     def _is_plain(self, batch: CanvasBatch) -> bool:
         """Returns whether fused kernels can settle these canvases: they depend on statistics and on
         numbers of `Settings` alone."""
-        settings = self.requests.settings
-        assert isinstance(settings, SlotSettings)
-        return not settings.reveals(batch) and self.requests.are_plain(batch)
+        return not self.slot_settings.reveals(batch) and self.requests.are_plain(batch)
 
     def _advance_plain(
         self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
@@ -168,8 +161,6 @@ class UniformStep(CanvasStep):
         logits are read again after that."""
         from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
 
-        settings = self.requests.settings
-        assert isinstance(settings, SlotSettings)
         drawn = self._fused_draws(batch, block_ends)
         last_guess = self.slots.best_guess[batch.slot_index]
         if reports:
@@ -184,7 +175,7 @@ class UniformStep(CanvasStep):
             block_ends,
             max_model_len=self.requests.max_model_len,
             slots=self.slots,
-            settings=settings,
+            settings=self.slot_settings,
             emits=Emits(last=self.settling.spares_last_commit, others=joins_commits),
             keeps_emitted=not joins_commits,
         )
@@ -196,13 +187,12 @@ class UniformStep(CanvasStep):
         from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
 
         numbers = self.slots.columns
-        assert isinstance(self.requests.settings, SlotSettings)
         return temperature_and_noise(
             batch.slots,
             block_ends,
             batch.lengths,
             (numbers.noise_key, numbers.steps_done, numbers.num_steps),
-            self.requests.settings.schedule,
+            self.slot_settings.schedule,
             self.canvas_length,
             self.vocab_size,
         )
