@@ -33,16 +33,15 @@ class StepRequests:
         slots: CanvasSlots,
         sampler: Any,  # vLLM's own, for its per-request states
         settings: SlotSettings | MaskedSlotSettings,
-        extension: ExtensionConfig,
         vllm_config: VllmConfig,
         mask_id: int | None = None,  # what a first canvas holds; None: noise
     ) -> None:
-        self.slots, self.settings, self.extension = slots, settings, extension
-        model_config = vllm_config.model_config
+        self.slots, self.settings, model_config = slots, settings, vllm_config.model_config
+        self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.vocab_size = model_config.get_vocab_size()
         self.mask_id = mask_id
         family = family_of(model_config.architecture, model_config.hf_config)
-        self._unadmitted = RequestOptions(**server_defaults(extension.defaults, family))
+        self._unadmitted = RequestOptions(**server_defaults(self.extension.defaults, family))
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         # The scheduler's choices, which each request brings (`RequestOptions`).
@@ -58,7 +57,7 @@ class StepRequests:
         self.predictions = Predictions(slots, self.req_states)
         parallel = vllm_config.parallel_config
         self.observers = CanvasObservers(
-            extension.trace_path,
+            self.extension.trace_path,
             self._device,
             speaks=parallel.rank % parallel.tensor_parallel_size == 0,
         )

@@ -60,14 +60,8 @@ class MaskedStep(CanvasStep):
             reveals_at_threshold=self.family.is_causal,
             may_reveal_none=self.family.moves_tokens,
         )
-        requests = StepRequests(
-            self.slots,
-            sampler,
-            self.slot_settings,
-            self.extension,
-            vllm_config,
-            mask_id=self.mask_id,
-        )
+        settings = self.slot_settings
+        requests = StepRequests(self.slots, sampler, settings, vllm_config, self.mask_id)
         assert isinstance(requests.grammars, GrammarRuns)
         self.grammars = requests.grammars
         return requests

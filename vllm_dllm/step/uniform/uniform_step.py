@@ -55,8 +55,7 @@ class UniformStep(CanvasStep):
             self.canvas_length,
             self.device,
         )
-        settings, extension = self.slot_settings, self.extension
-        return StepRequests(self.slots, sampler, settings, extension, vllm_config)
+        return StepRequests(self.slots, sampler, self.slot_settings, vllm_config)
 
     def condition(
         self,
