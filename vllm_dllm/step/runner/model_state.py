@@ -151,10 +151,7 @@ class DiffusionModelState(ModelState):
         with keep_during_sleep(self.model_config):
             graphs = StepGraphs(
                 min(self.max_num_reqs, largest // step.canvas_length),
-                step.canvas_length,
-                self._inputs_embeds.shape[1],
-                self.dtype,
-                self.device,
+                step.slots.soft_embeds,
                 joins_commits=joins_commits(config),
                 forward_output=self.forward_output(),
             )
