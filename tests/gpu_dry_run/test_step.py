@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
 from tests.unit.step import worker
 from tests.unit.step.batches import Model
+from vllm_dllm.step import observers
 from vllm_dllm.step.runner import model_state
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 from vllm_dllm.step.runner.sampler import DiffusionSampler
-from vllm_dllm.step.watched import observers
 
 R, C, H, PROMPT = 19, 32, 64, 20
 VOCABULARIES = {"streamed": 20_000, "whole": 1_000}

@@ -20,13 +20,13 @@ from vllm_dllm.config.step_sizes import narrowed_width
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_sender import StepCanvases
 from vllm_dllm.step.canvas_stages import Denoised, Settled, Settling, StepInputs, StepResult
 from vllm_dllm.step.logits.canvas_logits import LogitTools, SamplingMemory
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+from vllm_dllm.step.observers import count_canvases
 from vllm_dllm.step.requests import StepRequests
 from vllm_dllm.step.slots import CanvasSlots
-from vllm_dllm.step.watched.canvas_sender import StepCanvases
-from vllm_dllm.step.watched.observers import count_canvases
 
 
 class CanvasStep(ABC):

@@ -21,8 +21,8 @@ from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.filters import LogitFilters
+from vllm_dllm.step.observers import CanvasObservers
 from vllm_dllm.step.slots import CanvasSlots, NewRequest, Registry
-from vllm_dllm.step.watched.observers import CanvasObservers
 
 
 class StepRequests:

@@ -45,7 +45,7 @@ from vllm_dllm.metrics.prometheus import (
 )
 from vllm_dllm.requests.options import ACCEPTANCE_RULES, Mode
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
-from vllm_dllm.step.watched.observers import count_canvases
+from vllm_dllm.step.observers import count_canvases
 
 LABELS = ["model_name", "engine"]
 

@@ -15,10 +15,10 @@ from tests.unit.config.test_files import room_for
 from tests.unit.step.batches import canvas_batch
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.requests.canvas_messages import unpack_canvases
+from vllm_dllm.step import observers
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.watched import observers
-from vllm_dllm.step.watched.canvas_sender import StepCanvases
-from vllm_dllm.step.watched.observers import CanvasObservers
+from vllm_dllm.step.canvas_sender import StepCanvases
+from vllm_dllm.step.observers import CanvasObservers
 
 C = 4
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(
     """The socket fills up, and the thread goes on to who reads."""
     _, name = listener
     other = canvas_feeds.new_random_name()
-    monkeypatch.setattr("vllm_dllm.step.watched.canvas_sender.SOCKET_MESSAGES", 1)
+    monkeypatch.setattr("vllm_dllm.step.canvas_sender.SOCKET_MESSAGES", 1)
     watching = observing()
     watching.add_request(request(0, f"{name}/{canvas_feeds.new_random_name()}"))
     with zmq.Context() as context, context.socket(zmq.PULL) as reading:

@@ -22,8 +22,8 @@ from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, WholeLogits
 from vllm_dllm.step.logits.filters import RuleContext
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
+from vllm_dllm.step.observers import copy_numbers_to_host
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.watched.observers import copy_numbers_to_host
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.draws_triton import StepDraws

@@ -18,9 +18,9 @@ from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.batch import CanvasBatch
+from vllm_dllm.step.canvas_sender import CanvasSender, QueuedStep, StepCanvases, Watcher
 from vllm_dllm.step.canvas_stages import Denoised, Settled, StepInputs
 from vllm_dllm.step.slots import NewRequest, Registry
-from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, StepCanvases, Watcher
 
 logger = init_logger(__name__)
 
