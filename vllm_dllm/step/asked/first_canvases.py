@@ -7,13 +7,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.denoise.prediction import (
-    fill_behind_end,
-    locate_next_block,
-    next_places,
-    realign_block,
-    tokens_at,
-)
+from vllm_dllm.denoise import prediction
 from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.slots import CanvasSlots, Index, NewRequest, Registry
@@ -140,7 +134,7 @@ class Predictions(Registry):
                 for begin in range(request.prompt_len, request.prefill_len, width):
                     block = answers[:, begin : min(begin + width, request.prefill_len)].long()
                     emitted = torch.full_like(self._position[idx], block.shape[1])
-                    self._position[idx] = locate_next_block(
+                    self._position[idx] = prediction.locate_next_block(
                         self._tokens[idx], self._position[idx], block, emitted
                     )
             expected = self._expected(idx)
@@ -176,7 +170,7 @@ class Predictions(Registry):
         is expected of the next n blocks."""
         rows, slots = predicted
         before, count = self._position[slots], emitted[rows]
-        after = locate_next_block(self._tokens[slots], before, blocks[rows], count)
+        after = prediction.locate_next_block(self._tokens[slots], before, blocks[rows], count)
         self._position[slots] = torch.where(count > 0, after, before)
         return self._expected(slots).spread_to_rows(rows, len(blocks))
 
@@ -196,8 +190,8 @@ class Predictions(Registry):
         if valid is not None:
             own = torch.where(valid[rows], own, NO_TOKEN - 1)
         position = self._position[slots]
-        before = next_places(position, own.shape[1])
-        after = realign_block(self._tokens[slots], position, own)
+        before = prediction.next_places(position, own.shape[1])
+        after = prediction.realign_block(self._tokens[slots], position, own)
         repeats = own == self._slots.canvas[slots]
         moves = (after != before) & (repeats | ~accepted[rows]) & may_move[rows, None]
         moved = self._expected_at(slots, after)
@@ -206,25 +200,27 @@ class Predictions(Registry):
 
     def _expected(self, idx: Index) -> Expected:
         """Returns what is expected of the next block of the slots `idx` [k], fields [k, C]."""
-        return self._expected_at(idx, next_places(self._position[idx], self._slots.canvas.shape[1]))
+        return self._expected_at(
+            idx, prediction.next_places(self._position[idx], self._slots.canvas.shape[1])
+        )
 
     def _expected_at(self, idx: Index, places: torch.Tensor) -> Expected:
         """Returns what is expected of canvases at `places` [k, C] of their predictions. Behind the
         prediction's end, the guess is stop tokens, and the canvas holds one of them."""
         length = self._length[idx]
-        tokens = tokens_at(self._tokens[idx], places)
-        guess = fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)
+        tokens = prediction.tokens_at(self._tokens[idx], places)
+        guess = prediction.fill_behind_end(self._slots.stop_tokens[idx, 0], tokens, places, length)
         return Expected(torch.where(places == length[:, None], guess, tokens), guess)
 
-    def _store(self, idx: slice, prediction: list[int]) -> None:
+    def _store(self, idx: slice, tokens: list[int]) -> None:
         """Copies a request's prediction to the device, and sets its answer's place to 0. Replaces
         the table by a wider one if the prediction does not fit."""
-        length, old = len(prediction), self._tokens
+        length, old = len(tokens), self._tokens
         if length > old.shape[1]:  # few predictions are longer than all before
             self._tokens = old.new_full((len(old), 1 << (length - 1).bit_length()), NO_TOKEN)
             self._tokens[:, : old.shape[1]] = old
-        tokens = np.array(prediction, dtype=np.int32)
+        on_host = np.array(tokens, dtype=np.int32)
         self._tokens[idx] = NO_TOKEN
-        self._tokens[idx, :length] = async_tensor_h2d(tokens, device=old.device)
+        self._tokens[idx, :length] = async_tensor_h2d(on_host, device=old.device)
         self._length[idx] = length
         self._position[idx] = 0
