@@ -56,62 +56,84 @@ class LogitFilters(Registry):
         them: two tokens that a deletion brings together may be a bad word."""
         self._rules: dict[int, LogitRules] = {}
         self._truncated: set[int] = set()  # slots with top_k, top_p or min_p
-        self._added: dict[int, NewRequest] = {}  # staged requests, by slot
+        # Staged requests, and what their rules name, by slot.
+        self._added: dict[int, tuple[NewRequest, tuple[Sequence[float], ...]]] = {}
 
     # --- requests ---------------------------------------------------------------------------
 
     def add_request(self, request: NewRequest) -> None:
-        """Stages the request for `apply_staged_writes`, and notes whether it truncates logits."""
-        params = request.params
+        """Stages the request's rules for `apply_staged_writes`, and notes whether it truncates
+        logits."""
+        params, named = request.params, self._named_tokens(request)
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(request.slot)
-        self._added[request.slot] = request
+        if any(named) or params.bad_words_token_ids or use_penalty(params):
+            self._added[request.slot] = request, named
 
     def remove_request(self, slot: int) -> None:
         self._rules.pop(slot, None)
         self._truncated.discard(slot)
         self._added.pop(slot, None)
 
-    def apply_staged_writes(self) -> None:
-        """Makes the rules of staged requests. Copies their tokens to the device without waiting."""
-        for slot, request in self._added.items():
-            if rules := self._make_rules(request):
-                self._rules[slot] = rules
-        self._added.clear()
-
-    def _make_rules(self, request: NewRequest) -> LogitRules:
-        """Returns the rules that a request's parameters set; without effect if they set none."""
+    def _named_tokens(self, request: NewRequest) -> tuple[Sequence[float], ...]:
+        """Returns what a request's rules name: the allowed tokens, none if all are; bad words of
+        one token; biased tokens, and their biases; stop tokens that may not come before
+        `min_tokens` others."""
         params, size = request.params, self.vocab_size
-        words = params.bad_words_token_ids or []
-        longer = [word for word in words if len(word) > 1]
-        rules = LogitRules(bad_words=BadWords(word for word in longer if max(word) < size))
-        if params.logit_bias:
-            tokens, biases = map(list, zip(*params.logit_bias.items(), strict=True))
-            bias = torch.zeros(size, device=self.device)
-            rules.bias = bias.index_copy_(
-                0, self._to_device(tokens), self._to_device(biases, np.float64).float()
-            )
         allowed = params.allowed_token_ids
         if request.options.constrained:
             allowed = params.logprob_token_ids
+        bias, words = params.logit_bias or {}, params.bad_words_token_ids or []
         # A tokenizer or a generation_config may name tokens that the model does not have.
         never = [word[0] for word in words if len(word) == 1 and 0 <= word[0] < size]
-        never += self.moving_tokens if longer else ()
-        if allowed or never:
-            excluded = torch.full((size,), bool(allowed), dtype=torch.bool, device=self.device)
-            excluded.index_fill_(0, self._to_device(allowed or ()), False)
-            rules.excluded = excluded.index_fill_(0, self._to_device(never), True)
+        if any(len(word) > 1 for word in words):
+            never += self.moving_tokens
         stops = [stop for stop in sorted(params.all_stop_token_ids) if 0 <= stop < size]
         # A grammar's walk knows where an answer can go on (`GrammarState.min_tokens`).
-        if params.min_tokens > 0 and params.structured_outputs is None and stops:
-            rules.early_stops = self._to_device(stops)
+        has_early_stops = params.min_tokens > 0 and params.structured_outputs is None
+        early_stops = stops if has_early_stops else []
+        return allowed or [], never, list(bias), list(bias.values()), early_stops
+
+    def apply_staged_writes(self) -> None:
+        """Makes the rules of staged requests. Copies the tokens of all of them to the device at
+        once, without waiting."""
+        if not self._added:
+            return
+        lists = [one for _, named in self._added.values() for one in named]
+        numbers = np.concatenate([np.array(one, dtype=np.float64) for one in lists])  # exact
+        copied = async_tensor_h2d(numbers, device=self.device).split([len(one) for one in lists])
+        parts = iter(copied)
+        for slot, (request, named) in self._added.items():
+            if rules := self._make_rules(request, *(next(parts) for _ in named)):
+                self._rules[slot] = rules
+        self._added.clear()
+
+    def _make_rules(
+        self,
+        request: NewRequest,
+        allowed: torch.Tensor,  # [k] float64, as the others: see `_named_tokens`
+        never: torch.Tensor,
+        biased: torch.Tensor,
+        biases: torch.Tensor,
+        early_stops: torch.Tensor,
+    ) -> LogitRules:
+        """Returns the rules that a request's parameters set; without effect if they set none."""
+        params, size = request.params, self.vocab_size
+        words = params.bad_words_token_ids or []
+        rules = LogitRules(bad_words=BadWords(w for w in words if len(w) > 1 and max(w) < size))
+        if len(biased):
+            bias = torch.zeros(size, device=self.device)
+            rules.bias = bias.index_copy_(0, biased.long(), biases.float())
+        if len(allowed) or len(never):
+            excluded = torch.full((size,), len(allowed) > 0, dtype=torch.bool, device=self.device)
+            excluded.index_fill_(0, allowed.long(), False)
+            rules.excluded = excluded.index_fill_(0, never.long(), True)
+        if len(early_stops):
+            rules.early_stops = early_stops.long()
             rules.stops_from = request.prompt_len + params.min_tokens
         if use_penalty(params):
             rules.penalties = self._make_penalties(request)
         return rules
-
-    def _to_device(self, values: Sequence[float], dtype: type = np.int64) -> torch.Tensor:
-        return async_tensor_h2d(np.array(values, dtype=dtype), device=self.device)
 
     def _make_penalties(self, request: NewRequest) -> Penalties:
         """Returns a request's penalties, with counts of the tokens emitted before it was added."""
