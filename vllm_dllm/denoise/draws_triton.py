@@ -33,14 +33,14 @@ def temperature_and_noise(
     slots: torch.Tensor,  # [n] int64, each canvas' row in the tables
     ends: torch.Tensor,  # [n] int, absolute position after each canvas' last token
     lengths: torch.Tensor,  # [n] int64
-    numbers: tuple[
-        torch.Tensor, ...
-    ],  # [R] int64, of one table: noise keys, steps done, most steps
+    numbers: tuple[torch.Tensor, ...],  # [R] int64, columns of one table: noise keys, steps done,
+    # most steps
     schedule: tuple[torch.Tensor, ...],  # [R] fp32, columns of one table: `t_min`, `t_span`
     canvas_length: int,
     vocab_size: int,
 ) -> StepDraws:
-    """Returns what `temperature` and `step_noise` do, in one launch that reads slots' tables."""
+    """Returns what `temperature` and `step_noise` compute, in one launch, which reads the slots'
+    tables."""
     n = len(slots)
     pitches = [{column.stride(0) for column in columns} for columns in (numbers, schedule)]
     assert all(len(pitch) == 1 for pitch in pitches), "columns of one table"
@@ -86,7 +86,7 @@ def _draw(origin, position, choices):
 @triton.jit(
     do_not_specialize_on_alignment=[
         *("slots", "ends", "lengths", "keys", "steps_done", "num_steps", "t_min", "t_span")
-    ]
+    ],
 )
 def _temperature_and_noise_kernel(
     slots,  # [n] int64

@@ -69,8 +69,8 @@ class FusedExpectedEmbedding:
         )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what `ExpectedEmbedding.result` does; of one tile, the sum in the model's
-        type."""
+        """Returns what `ExpectedEmbedding.result` does. After a single tile, the sum is in the
+        model's type."""
         assert self._sum is not None, "no tile has been added"
         return self._sum, self._total, self._maximum
 
@@ -128,7 +128,8 @@ def _weigh_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A logit is read once, and its weight written in its place; sums are of unrounded weights."""
+    """A logit is read once, and its weight written once in its place; sums are of weights that are
+    not rounded."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     top = tl.max(tl.load(blocks + row * pitch + block, mask=block < num_blocks, other=_LOWEST), 0)

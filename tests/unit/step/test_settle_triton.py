@@ -62,7 +62,9 @@ class Step(UniformStep):
         canvas = torch.zeros(R, C + 3, dtype=torch.int64, device=DEVICE)[:, :C]
         self.slots = CanvasSlots(canvas, H, torch.float32)
         self._numbers = None
-        settings = SlotSettings(CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE)
+        self.slot_settings = settings = SlotSettings(
+            CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE
+        )
         nothing = SimpleNamespace(
             still_compiling=lambda batch: None,
             cut_answers=lambda batch: (),

@@ -116,7 +116,7 @@ def _gate_kernel(
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        *("committing", "slots", "lengths", "first_rows", "first_tokens")
+        *("committing", "slots", "lengths", "first_rows", "first_tokens"),
     ]
 )
 def _post_norm_kernel(
