@@ -28,8 +28,8 @@ from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.compiler import GrammarCompiler
 from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.masks import unpack_mask
-from vllm_dllm.grammar.rows import CanvasRows
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+from vllm_dllm.grammar.walk import CanvasRows
 
 K, EOS = 32, 1
 GOAL_MS = {(64, 512): 1.0, (256, 262_144): 3.0}

@@ -84,9 +84,8 @@ def ours(inputs: Inputs, **soft: Any) -> Step:
     from vllm_dllm.denoise.row_stats import RowStats
     from vllm_dllm.denoise.step import CanvasState, StepRules, denoise_step, temperature
     from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
-    from vllm_dllm.step.logits.canvas_logits import LogitTools
+    from vllm_dllm.step.logits.canvas_logits import LogitTools, SamplingMemory
     from vllm_dllm.step.logits.filters import RuleContext
-    from vllm_dllm.step.logits.sampling_memory import SamplingMemory
     from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
     from vllm_dllm.step.logits.streamed_logits import StreamedLogits
     from vllm_dllm.step.slots import CanvasSlots, SlotNumbers

@@ -58,7 +58,7 @@ BOXES = {
         WORKER,
         2,
         "Embed all rows, self-condition canvases",
-        ("step/uniform/uniform_step.py: condition", "models/self_conditioning.py: forward"),
+        ("step/uniform/uniform_step.py: condition", "models/diffusion_gemma.py: SelfConditioning"),
     ),
     "flags": Box(
         WORKER,
@@ -71,7 +71,7 @@ BOXES = {
         4,
         "The forward",
         (
-            "models/diffusion_gemma.py: forward",
+            "models/diffusion_gemma.py: SelfConditioning",
             "attention/gpu.py, cpu/attention/backend.py: forward",
         ),
     ),
@@ -85,13 +85,13 @@ BOXES = {
         WORKER,
         6,
         "Accept, renoise, judge",
-        ("denoise/step.py: denoise_step", "denoise/convergence.py: is_confident"),
+        ("denoise/step.py: denoise_step", "denoise/rules.py: is_confident"),
     ),
     "settle": Box(
         WORKER,
         7,
         "Both outcomes are computed, one is written",
-        ("step/settling.py: settle, write_slots", "requests/ends.py: is_last_block"),
+        ("step/canvas_stages.py: settle, write_slots", "requests/ends.py: is_last_block"),
     ),
     "arrive": Box(
         ENGINE,

@@ -34,7 +34,7 @@ from checkpoints.recipes.run_log import Entry, RunLog, earlier_log
 from checkpoints.recipes.task_shares import CALL_SHARES, LOOKUP_SHARES, TASK_SHARES
 from checkpoints.recipes.tasks import SERVING_NOTE
 from checkpoints.recipes.tokenizer import build_tokenizer
-from vllm_dllm.denoise.acceptance import accept_by_entropy_bound
+from vllm_dllm.denoise.rules import accept_by_entropy_bound
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ARCHITECTURE: dict[str, Any] = dict(

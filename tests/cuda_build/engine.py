@@ -19,7 +19,7 @@ MODULES = (
     "vllm.model_executor.layers.fused_moe.router.gate_linear",
     "transformers",
 )
-TOKENS_OF_GRAMMARS = "vllm_dllm/step/asked/candidates.py"
+TOKENS_OF_GRAMMARS = "vllm_dllm/step/asked/answer.py"
 GRAMMARS = ("vllm_dllm/step/asked/grammars.py", TOKENS_OF_GRAMMARS)
 """Where the host reads what the device found for a grammar."""
 PAUSE = 3

@@ -209,14 +209,9 @@ def test_captured_forwards_may_be_smaller_than_a_step() -> None:
     """With `FULL_DECODE_ONLY`, vLLM rounds the user's sizes up to whole canvases, and captures no
     forward that is then larger than the largest size: of 20 and 70 tokens, one of 32."""
     rows: list[int] = []
+    forward_output = torch.zeros(CANVAS, 8)
     graphs = StepGraphs(
-        2,
-        CANVAS,
-        hidden_size=8,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        joins_commits=False,
-        forward_output=torch.zeros(CANVAS, 8),
+        2, torch.zeros(1, CANVAS, 8), joins_commits=False, forward_output=forward_output
     )
     graphs.capture(
         lambda run: (None, run()), lambda batch: None, lambda _, hidden: rows.append(len(hidden))

@@ -46,8 +46,7 @@ _SMALL_VOCABULARY = 1024  # the shipped checkpoints have half as many tokens
 
 
 class CanvasEndpoints:
-    """Implements vLLM's interface of endpoint plugins: the page, its files, and the canvases in
-    streams."""
+    """Implements vLLM's interface of endpoint plugins: the page, its files, canvases in streams."""
 
     name = canvas_feeds.PLUGIN
     required_tasks = ("generate",)

@@ -15,8 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_dllm.canvases.hub import CanvasHub, Feed
-from vllm_dllm.canvases.stream import InterleavedStream
+from vllm_dllm.canvases.hub import CanvasHub, Feed, InterleavedStream
 from vllm_dllm.config.canvas_feeds import FEED
 from vllm_dllm.requests.options import STREAM_CANVASES
 
@@ -73,11 +72,8 @@ def parse_watched_request(
 ) -> WatchedRequest | None:
     """Returns the request if it asks for canvases. Returns None if it asks for none, or if its body
     is no JSON, which vLLM refuses. Where there is no X-Request-Id, adds one to the headers: the
-    body's `request_id`, or a random one.
-
-    Raises:
-        RefusedError: the request asks for canvases, but is not a stream of one answer.
-    """
+    body's `request_id`, or a random one. Raises RefusedError if the request asks for canvases, but
+    is not a stream of one answer."""
     if STREAM_CANVASES.encode() not in body:
         return None
     try:
@@ -175,7 +171,7 @@ class CanvasStreams:
         is_stream = False  # an error is not
 
         async def send_with_canvases(message: Message) -> None:
-            """Passes vLLM's messages on. Those of an event stream go through `stream`, which adds
+            """Passes vLLM's messages on, those of event streams by `stream`, which adds
             canvases."""
             nonlocal is_stream
             if message["type"] == "http.response.start":

@@ -64,7 +64,7 @@ FAMILIES = {
     "SDARForCausalLM": Family("masked", "SDARConfig", threshold=0.85, fixed=_SDAR),
     "SDARMoeForCausalLM": Family("masked", "SDARMoeConfig", threshold=0.85, fixed=_SDAR),
     "LLaDA2MoeModelLM": Family(
-        "llada2",
+        "masked",
         "LLaDA2MoeConfig",
         threshold=0.95,
         fixed={

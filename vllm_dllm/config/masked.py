@@ -34,7 +34,7 @@ class MaskedConfig:
     @property
     def verifies_copies(self) -> bool:
         """Whether requests may have their drafts verified in a second copy of the block, for which
-        a canvas of several blocks has room (`step.masked.copied_step`)."""
+        a canvas of several blocks has room (`step.masked.drafting_step`)."""
         return self.family.allows_blocks_in_flight and self.blocks_in_flight > 1
 
     @classmethod

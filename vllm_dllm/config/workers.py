@@ -10,7 +10,7 @@ DRAFT_WORKER = "vllm_dllm.drafters.worker.DraftWorker"
 DRAFT_SCHEDULER = "vllm_dllm.drafters.scheduler.make_scheduler"
 SPECULATORS = (
     "vllm_dllm.drafters.dflash.WidthDFlashSpeculator",
-    "vllm_dllm.drafters.dflash2.CheckedDFlash2Speculator",
+    "vllm_dllm.drafters.dflash.CheckedDFlash2Speculator",
 )
 """Speculator classes for a DFlash drafter and for a DFlash2 drafter."""
 

@@ -139,18 +139,22 @@ def add_needed_(
 class TopTokens:
     """Keeps the k most probable tokens of rows whose logits arrive tile by tile."""
 
-    def __init__(self, k: int) -> None:
-        self.k = k
+    def __init__(self, k: int, first_token: int) -> None:
+        """`first_token`: of the first tile."""
+        self.k, self._next = k, first_token
         self._best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # see `result`
 
     def add_tile(
         self,
         logits: torch.Tensor,  # [rows, Vt]
-        first_token: int,  # of the tile
+        blocks: VocabBlocks,
+        weights: torch.Tensor | None,
+        embeddings: torch.Tensor,
     ) -> None:
-        """Merges the next tile's most probable tokens with those of the tiles before."""
+        """Merges the next tile's most probable tokens with earlier ones. Reads only `logits`."""
         top = logits.topk(min(self.k, logits.shape[1]), dim=-1)
-        best, tokens = top.values.float(), top.indices + first_token
+        best, tokens = top.values.float(), top.indices + self._next
+        self._next += logits.shape[1]
         log_total = logits.float().logsumexp(dim=-1, keepdim=True)
         if self._best is not None:
             earlier, earlier_tokens, earlier_total = self._best
@@ -164,8 +168,7 @@ class TopTokens:
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, and
-        the logsumexp [rows, 1] fp32 over all tiles. There are fewer columns if there are fewer
-        tokens."""
+        the logsumexp [rows, 1] fp32 over all tiles. Fewer tokens have fewer columns."""
         assert self._best is not None, "no tile has been added"
         return self._best
 

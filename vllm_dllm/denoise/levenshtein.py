@@ -45,8 +45,7 @@ def begin_round(
     most_post_steps: torch.Tensor,  # [n] int64, at least 1
     most_steps: int,
     mask_id: int,
-    stays: torch.Tensor
-    | None,  # [n] bool, blocks whose tokens always keep their places; None: none
+    stays: torch.Tensor | None,  # [n] bool, blocks whose tokens keep their places; None: none
 ) -> Round:
     """Returns what a step knows of its blocks: which positions are hidden, which of them since the
     block began, whether the step is the block's last, and whether tokens keep their places."""
@@ -63,13 +62,11 @@ def begin_round(
 def write_candidates(
     step: Round,
     candidates: Candidates,  # [n, C]
-    otherwise: torch.Tensor,  # [n, C] int64, used for candidates that delete or insert where the
-    # step may not
+    otherwise: torch.Tensor,  # [n, C] int64, in place of edits that move tokens where none may
     rules: MaskedRules,
     reveals_all: torch.Tensor,  # [n] bool, whatever the rules say
     edit_threshold: torch.Tensor,  # [n] fp32
-    by_grammar: GrammarReveal
-    | None,  # None: no block has a grammar. Those that have are not edited
+    by_grammar: GrammarReveal | None,  # None: no block has a grammar. Those with one are unedited
     edit_tokens: EditTokens,
     barred: torch.Tensor | None = None,  # [n, C] bool, positions that are not edited; None: none
 ) -> torch.Tensor:

@@ -81,8 +81,7 @@ class LogitRules:
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
         guess: torch.Tensor,  # [C] int64, the last step's best guess
     ) -> None:
-        """Applies all rules in place, except bad words of several tokens, which need the rows
-        before."""
+        """Applies all rules in place but bad words of several tokens, which need rows before."""
         if self.bias is not None:
             logits.add_(self.bias)
         if self.penalties is not None:
@@ -99,8 +98,7 @@ class LogitRules:
 
 
 class CanvasRules:
-    """Applies a request's rules to the rows of its canvas, from left to right, some rows at a
-    time."""
+    """Applies a request's rules to the rows of its canvas, from the left, some at a time."""
 
     def __init__(
         self,
@@ -108,8 +106,8 @@ class CanvasRules:
         start: torch.Tensor,  # [] int64, absolute position of the canvas' first token
         guess: torch.Tensor,  # [C] int64, the last step's best guess
         before: torch.Tensor,  # [w] int64, the tokens before the canvas; < 0: not the request's
-        kept: torch.Tensor | None = None,  # [C] int64, tokens that earlier steps revealed for good;
-        # < 0: none yet. None: none anywhere
+        kept: torch.Tensor
+        | None = None,  # [C] int64, revealed for good; < 0: none yet, None: nowhere
         lead: torch.Tensor | None = None,  # [] int64, how many positions ahead a row predicts, 0 or
         # 1, from the kept tokens up to its own. None: rows predict their own positions, always
         draw: DrawTokens | None = None,  # None: rows take their best guesses

@@ -20,8 +20,7 @@ NO_BOUND = -1.0
 
 
 class Candidates(NamedTuple):
-    """A token for each position, and how sure the model is of it. All fields are [n, C] or
-    [rows]."""
+    """A token for each position, and how sure the model is of it. Fields are [n, C] or [rows]."""
 
     tokens: torch.Tensor  # int64
     probability: torch.Tensor  # fp32, of these tokens
@@ -63,8 +62,7 @@ class Ahead(NamedTuple):
     """What a step reveals behind the first unfinished part of a canvas."""
 
     threshold: torch.Tensor  # [n] fp32, candidates that are more probable are revealed
-    num_parts: torch.Tensor | None  # [n], in this many parts, the first unfinished one included;
-    # None: in all
+    num_parts: torch.Tensor | None  # [n], in this many, from the first unfinished one; None: all
 
 
 class MaskedOutcome(NamedTuple):
@@ -86,11 +84,10 @@ class Edited(NamedTuple):
 
 def draw_candidates(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
-    uniform: torch.Tensor | None,  # [rows] float in [0, 1); None: all candidates are the most
-    # probable tokens
+    uniform: torch.Tensor | None,  # [rows] float in [0, 1); None: all take the most probable token
     is_greedy: torch.Tensor,  # [rows] bool, rows whose candidate is the most probable token
-    judged: torch.Tensor | None = None,  # [rows, V] fp32, logits that probability and entropy are
-    # taken from; None: `logits`
+    judged: torch.Tensor
+    | None = None,  # [rows, V] fp32, of probability and entropy; None: `logits`
 ) -> Candidates:
     """Returns a candidate for each row, and how sure the model is of it."""
     log_probs = logits.log_softmax(dim=-1)
@@ -117,19 +114,16 @@ def masked_step(
     rules: MaskedRules,
     edits: Edits | None,  # None: no canvas has any
     mask_id: int,
-    stops: torch.Tensor | None = None,  # [n, K] int64, stop tokens, behind which a canvas need not
-    # be revealed; None: it must be, everywhere
+    stops: torch.Tensor
+    | None = None,  # [n, K] int64, tokens behind which nothing counts; None: none
     parts: torch.Tensor | None = None,  # [n, C] int64, rising: parts are revealed one after another
     by_grammar: GrammarReveal | None = None,  # None: no canvas has a grammar
     ahead: Ahead | None = None,  # None: nothing is revealed behind the first unfinished part
 ) -> MaskedOutcome:
     """Reveals hidden positions, replaces revealed tokens where edits allow it, and judges which
-    canvases are finished. Changes no argument.
-
-    A canvas is finished when no position that counts is hidden. With edits, it is finished by a
-    step that found nothing hidden and nothing to change, or after `most_steps` steps that found
-    nothing hidden.
-    """
+    canvases are finished. Changes no argument. A canvas is finished when no position that counts is
+    hidden. With edits, it is finished by a step that found nothing hidden and nothing to change, or
+    after `most_steps` steps that found nothing hidden."""
     hidden = ~revealed if valid is None else ~revealed & valid
     eligible = hidden if parts is None else hidden_in_first_part(hidden, parts, rules.least)
     reveals = reveal_candidates(candidates, eligible, rules)

@@ -5,8 +5,6 @@ splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generato
 written in int64 arithmetic, which wraps.
 """
 
-from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,8 +33,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def keys_from_seeds(seeds: torch.Tensor) -> torch.Tensor:
-    """Returns the keys that `uniform` takes, int64 of the shape of `seeds`. Called once a
-    request."""
+    """Returns `uniform`'s keys, int64 of the shape of `seeds`. Called once a request."""
     return _mix(seeds.long() + _GOLDEN)
 
 
@@ -46,11 +43,9 @@ def uniform(
     steps: torch.Tensor,  # [..., n] int, steps already done on this canvas
     stream: int | torch.Tensor,  # a tensor broadcasts against `steps`
 ) -> torch.Tensor:
-    """Returns uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each.
-
-    Position, step and stream each advance one counter by a stride of their own. `step_noise` and
-    `draws_triton` give the same bits: change all three together.
-    """
+    """Returns uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each. Position,
+    step and stream each advance one counter by a stride of their own. `step_noise` and
+    `draws_triton` give the same bits: change all three together."""
     origin = keys + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
     bits = _mix(positions.long() * _GOLDEN + origin[..., None])
     return _logical_shift_right(bits, 11).double() * 2.0**-53
@@ -75,36 +70,6 @@ class StepNoise(NamedTuple):
     next_canvas: torch.Tensor  # [n, C] int64, tokens of the next block's first canvas
 
 
-class _StepDraws(NamedTuple):
-    """The constants of `step_noise`: [3, 1] each, one row per stream."""
-
-    streams: torch.Tensor  # int64, what a stream adds to the counter
-    per_step: torch.Tensor  # int64, what a step adds; 0 for the next canvas, drawn for its step 0
-    per_start: torch.Tensor  # int64, what a position adds
-    per_length: torch.Tensor  # int64, what the canvas' length adds: the next one follows it
-    along_canvas: torch.Tensor  # [C] int64
-    scale: torch.Tensor  # [3, 1, 1] float64, factor of 53 random bits
-
-
-@lru_cache
-def _step_draws(canvas_length: int, vocab_size: int, device: torch.device) -> _StepDraws:
-    """Returns the constants of `step_noise`, once for each canvas length, vocabulary and device."""
-    streams = (CANDIDATE, RENOISE, INITIAL)
-    choices = (1, vocab_size, vocab_size)
-
-    def column(values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor([[value] for value in values], device=device)
-
-    return _StepDraws(
-        streams=column(streams) * _STREAM_STRIDE,
-        per_step=column(_STEP_STRIDE * (stream != INITIAL) for stream in streams),
-        per_start=column([_GOLDEN] * 3),
-        per_length=column(_GOLDEN * (stream == INITIAL) for stream in streams),
-        along_canvas=torch.arange(canvas_length, device=device) * _GOLDEN,
-        scale=column(choices)[..., None].double() * 2.0**-53,
-    )
-
-
 def step_noise(
     keys: torch.Tensor,  # [n] int64
     starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
@@ -115,9 +80,11 @@ def step_noise(
 ) -> StepNoise:
     """Returns all noise that a step draws, with the bits of `uniform` and `uniform_tokens`, in one
     pass: on small batches every operation costs the same, however little it does."""
-    draws = _step_draws(canvas_length, vocab_size, keys.device)
-    origin = (keys + draws.streams).addcmul_(steps, draws.per_step)
-    origin = origin.addcmul_(starts, draws.per_start).addcmul_(lengths, draws.per_length)
-    bits = _mix(origin[..., None] + draws.along_canvas)
-    drawn = _logical_shift_right(bits, 11) * draws.scale
-    return StepNoise(drawn[CANDIDATE], *drawn[RENOISE:].long())
+    along_canvas = torch.arange(canvas_length, device=keys.device)
+    here = starts[:, None] + along_canvas
+    # The next canvas is drawn for its step 0.
+    positions = torch.stack((here, here, here + lengths[:, None]))
+    steps_of_streams = torch.stack((steps, steps, torch.zeros_like(steps)))
+    streams = torch.arange(3, device=keys.device)[:, None]  # CANDIDATE, RENOISE, INITIAL
+    drawn = uniform(keys, positions, steps_of_streams, streams)
+    return StepNoise(drawn[CANDIDATE], *(drawn[RENOISE:] * vocab_size).long())

@@ -7,7 +7,7 @@ after each block the next place is searched for with the answer's last tokens.
 
 import torch
 
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 
 LONGEST = 8
 """How many of the answer's last tokens are searched for in the prediction."""
@@ -45,12 +45,10 @@ def locate_next_block(
     block: torch.Tensor,  # [n, C] int64
     emitted: torch.Tensor,  # [n] int64, how many tokens of the block are the answer's, 1..C
 ) -> torch.Tensor:
-    """Returns [n] int64: where the next block begins in the prediction.
-
-    This is `emitted` tokens behind `position`, unless the answer's last tokens match better before
-    another place within `REACH`: more of them match, and at least `LEAST`. Of several such places
-    with equally many, the nearest one is taken.
-    """
+    """Returns [n] int64: where the next block begins in the prediction. This is `emitted` tokens
+    behind `position`, unless the answer's last tokens match better before another place within
+    `REACH`: more of them match, and at least `LEAST`. Of several such places with equally many, the
+    nearest one is taken."""
     device = position.device
     expected = position + emitted
     offsets = torch.arange(-REACH, REACH + 1, device=device)
@@ -105,8 +103,7 @@ def tokens_at(
     prediction: torch.Tensor,  # [n, L] int; NO_TOKEN behind its end
     places: torch.Tensor,  # [n, ...] int64
 ) -> torch.Tensor:
-    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN at places outside of
-    it."""
+    """Returns [n, ...] int64: the prediction's tokens at `places`; NO_TOKEN outside of it."""
     length = prediction.shape[1]
     inside = (places >= 0) & (places < length)
     flat = places.clamp(0, length - 1).flatten(1)

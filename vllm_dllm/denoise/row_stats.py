@@ -18,11 +18,9 @@ def row_stats(
     logits: torch.Tensor,  # [rows, V] fp32, temperature-scaled; MASKED_LOGIT, never -inf
     uniform: torch.Tensor,  # [rows] float in [0, 1)
 ) -> tuple[RowStats, torch.Tensor]:
-    """Returns statistics of every row's distribution, and softmax(logits) [rows, V] fp32.
-
-    The candidate is drawn by inverting the cumulative distribution at `uniform`. This takes one
-    random number per position, where Gumbel-max takes one per token of the vocabulary.
-    """
+    """Returns statistics of every row's distribution, and softmax(logits) [rows, V] fp32. The
+    candidate is drawn by inverting the cumulative distribution at `uniform`. This takes one random
+    number per position, where Gumbel-max takes one per token of the vocabulary."""
     log_probs = logits.log_softmax(dim=-1)
     probs = log_probs.exp()
     best_guess = argmax(logits)
@@ -48,12 +46,10 @@ def sample_by_inversion(
     probs: torch.Tensor,  # [rows, V] fp32
     uniform: torch.Tensor,  # [rows] float in [0, 1)
 ) -> torch.Tensor:
-    """Returns the first token [rows] int64 whose cumulative probability exceeds `uniform`.
-
-    A token of probability 0 is never returned, even with rounding: it leaves the sum as it is, and
-    the draw stays below the total. That also holds for PyTorch's sums of several rows on GPUs. Its
-    sum of a single row there may grow at such a token, and differ from one rank to the next.
-    """
+    """Returns the first token [rows] int64 whose cumulative probability exceeds `uniform`. A token
+    of probability 0 is never returned, even with rounding: it leaves the sum as it is, and the draw
+    stays below the total. That also holds for PyTorch's sums of several rows on GPUs. Its sum of a
+    single row there may grow at such a token, and differ from one rank to the next."""
     summed = probs.expand(2, -1) if probs.is_cuda and len(probs) == 1 else probs
     cumulative = summed.cumsum(dim=-1)[: len(probs)]
     # A factor of 1 would let a draw round up to the total; this one always rounds to less.

@@ -4,19 +4,17 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dllm.denoise.acceptance import (
+from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import (
+    AT_REST,
     Reveal,
     accept_by_entropy_bound,
     accept_forced_positions,
-    reveal_best_guesses,
-)
-from vllm_dllm.denoise.convergence import (
-    AT_REST,
     is_confident,
+    reveal_best_guesses,
     times_repeated,
     up_to_first_stop,
 )
-from vllm_dllm.denoise.row_stats import RowStats
 
 
 class StepRules(NamedTuple):
@@ -49,7 +47,7 @@ class CanvasState(NamedTuple):
     """What n canvases keep from step to step."""
 
     best_guess: torch.Tensor  # [n, C] int64, of the last step
-    times_repeated: torch.Tensor  # [n] int64, see `convergence.times_repeated`
+    times_repeated: torch.Tensor  # [n] int64, see `rules.times_repeated`
     steps_done: torch.Tensor  # [n] int64
     num_steps: torch.Tensor  # [n] int64, step cap N
 
@@ -64,8 +62,7 @@ class StepOutcome(NamedTuple):
     converged: torch.Tensor | None = None  # [n] bool, the best guess has not changed and the model
     # is sure of it, or a grammar's has not changed for `AT_REST` steps; None: no canvas is judged
     # by that
-    revealed: torch.Tensor | None = None  # [n] bool, nothing is hidden any more; None: nothing ever
-    # was
+    revealed: torch.Tensor | None = None  # [n] bool, nothing is hidden any more; None: never was
 
 
 def denoise_step(
@@ -143,10 +140,8 @@ def temperature(
     t_span: float | torch.Tensor,  # t_max - t_min
 ) -> torch.Tensor:
     """Returns the coming step's temperature, [n] fp32: `t_min + t_span * s / N` with s steps left.
-    It is hot while much is undecided, and cooler towards the last step.
-
-    A request with a lower cap N goes through the whole schedule in N steps, like the reference's
-    `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)`.
-    """
+    It is hot while much is undecided, and cooler towards the last step. A request with a lower cap
+    N goes through the whole schedule in N steps, like the reference's
+    `LinearTemperatureScheduleLogitsProcessor(max_denoising_steps=N)`."""
     remaining = (num_steps - steps_done).clamp(min=1)
     return t_min + t_span * (remaining / num_steps)  # ints divide to fp32

@@ -71,8 +71,7 @@ class VocabReader:
 
 
 def within_block(uniform: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] float64 in [0, 1): the part of each draw that chooses a token inside a
-    block."""
+    """Returns [rows] float64 in [0, 1): the part of each draw that chooses a token in a block."""
     return (uniform * 2.0**_STAGE_BITS).frac()
 
 
@@ -109,8 +108,7 @@ def read_blocks(
 
 
 def join_blocks(blocks: VocabBlocks, uniform: torch.Tensor) -> RowStats:
-    """Returns statistics [rows] over the whole vocabulary, given its blocks in the order of their
-    tokens."""
+    """Returns statistics [rows] over the whole vocabulary, given its blocks in their order."""
     top, where = blocks.maximum.max(dim=-1, keepdim=True)  # the first of equals
     behind = blocks.maximum - top
     share = behind.exp()

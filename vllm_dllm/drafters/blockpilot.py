@@ -31,8 +31,7 @@ DROPOUT = 0.2
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """The contents of the predictor's config.json. Raises InputError for values that cannot be
-    used."""
+    """The contents of the predictor's config.json. Raises InputError for impossible values."""
 
     variant: str  # a key of HIDDEN_SIZES
     vocab_size: int  # V, of the target's logits
@@ -42,8 +41,7 @@ class PredictorConfig:
     hidden_size: int  # of the network's two hidden layers
 
     def __post_init__(self) -> None:
-        """Raises InputError for an unknown variant, or for block sizes or a vocabulary that do
-        not fit."""
+        """Raises InputError for an unknown variant, or for block sizes that do not fit."""
         if self.variant not in HIDDEN_SIZES:
             raise InputError(
                 f"expected a predictor variant of {', '.join(HIDDEN_SIZES)}, got {self.variant!r}"
@@ -56,10 +54,6 @@ class PredictorConfig:
                 f"expected block sizes of 2 (the anchor and a token) to {self.trained_block_size}, "
                 f"the block the drafter was trained with, got {list(sizes)}"
             )
-        if self.variant == "small" and self.vocab_size < TOP_K:
-            raise InputError(
-                f"the small variant takes a vocabulary of at least {TOP_K}, got {self.vocab_size}"
-            )
 
     @property
     def num_inputs(self) -> int:
@@ -68,8 +62,7 @@ class PredictorConfig:
 
 
 class BlockPilot(nn.Module):
-    """The network that scores block sizes, from logits of the target at the last prompt
-    position."""
+    """The network that scores block sizes, from the target's logits at the last prompt position."""
 
     def __init__(self, config: PredictorConfig):
         """Makes a network with random weights, and zero biases in its hidden layers."""
@@ -151,11 +144,8 @@ def load_predictor(
     trained_block_size: int,  # of the drafter that is served
     device: torch.device | str = "cpu",
 ) -> BlockPilot:
-    """Returns the predictor in the folder `path`, in eval mode.
-
-    Raises:
-        InputError: it is missing or damaged, or was made for another target or drafter.
-    """
+    """Returns the predictor in the folder `path`, in eval mode. Raises InputError if it is missing
+    or damaged, or was made for another target or drafter."""
     config = _read_config(path)
     if config.vocab_size != vocab_size:
         raise InputError(

@@ -26,18 +26,11 @@ _NUMBER = re.compile(r"blocks-(\d+)")
 
 
 class BlockBuffer:
-    """Writes blocks to a folder in a thread of its own. Only one thread at a time may call
-    `add_block`."""
+    """Writes blocks to a folder in a thread of its own. One thread at a time calls `add_block`."""
 
     def __init__(self, path: Path, max_bytes: int, every: int = 1):
         """Makes the folder `path` and starts the thread. One block in `every` is kept. Several
-        processes may share `path`. Raises ValueError if `max_bytes` or `every` is too small, or the
-        folder cannot be written."""
-        if max_bytes < NUM_SHARDS or every < 1:
-            raise ValueError(
-                f"expected a buffer of at least {NUM_SHARDS} bytes that keeps one block in 1 or "
-                f"more, got {max_bytes} bytes and one in {every}"
-            )
+        processes may share `path`. Raises ValueError if the folder cannot be written."""
         check_folder("drafter.buffer", path)
         self.path = path
         self.max_bytes = max_bytes

@@ -14,22 +14,21 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dllm.compat.dflash import DFlashHooks, has_causal_layers
+from vllm_dllm.compat.dflash import DFlash2Hooks, DFlashHooks, has_causal_layers
 from vllm_dllm.config.drafter import context_limit
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictedWidths, load_predictor
 from vllm_dllm.drafters.context import PendingContext
-from vllm_dllm.drafters.layout import check_served_drafter, extend_positions
+from vllm_dllm.drafters.layout import check_served_drafter, extend_positions, set_draft_window
 from vllm_dllm.drafters.passes import choose_revealed, reveal_counts
 
-logger = init_logger(__name__)
-
+# Keys of the config of a DFlash2 drafter alone.
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 PENDING_TOKENS = 256  # context that may wait for a draft, see `PendingContext`
 
 
@@ -251,6 +250,16 @@ class WidthDFlashSpeculator(DFlashHooks):
             )
 
 
+class CheckedDFlash2Speculator(DFlash2Hooks):
+    """vLLM's DFlash2 speculator. Raises InputError if the drafter's config is not complete or
+    does not fit the target."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        check_served_drafter(vllm_config, DFLASH2_KEYS)
+        extend_positions(vllm_config)
+        super().__init__(vllm_config, device)
+
+
 def check_narrow_draft(draft_model_config: Any) -> None:
     """Raises ValueError if the drafter has causal layers. There, a block's rows are counted from
     the end, which `narrow_blocks` moves: the first ones would not see the latest tokens."""
@@ -261,28 +270,6 @@ def check_narrow_draft(draft_model_config: Any) -> None:
         )
 
 
-def set_draft_window(draft_model_config: Any, window: int) -> None:
-    """Changes the drafter's configuration in place: it sees the last `window` tokens and its block.
-    vLLM manages its cache like that of layers with a sliding window. Raises ValueError if the
-    drafter was made for a narrower window, or if only some of its layers have one: vLLM would leave
-    the others as they are."""
-    hf_config = draft_model_config.hf_config
-    if len(kinds := set(getattr(hf_config, "layer_types", None) or ())) > 1:
-        raise ValueError(
-            f"drafter.draft_window is not possible with the drafter {draft_model_config.model}, "
-            f"whose layers see different tokens ({', '.join(sorted(kinds))}). Leave it out."
-        )
-    settings = dict(getattr(hf_config, "dflash_config", None) or {})
-    own = settings.get("swa_window_size") or getattr(hf_config, "sliding_window", None)
-    if own is not None and own < window:
-        raise ValueError(
-            f"drafter.draft_window is {window}, but the drafter {draft_model_config.model} was "
-            f"made for a window of {own}. Lower it or leave it out."
-        )
-    logger.info("The drafter sees the last %d tokens.", window)
-    hf_config.dflash_config = settings | {"use_swa": True, "swa_window_size": window}
-
-
 def narrow_blocks(
     seq_lens: torch.Tensor,  # [R] int32 of context and block, changed in place; 0 = no request
     widths: torch.Tensor,  # [R] int32, tokens to draft, at least 1
@@ -290,9 +277,7 @@ def narrow_blocks(
 ) -> None:
     """Hides the mask tokens beyond `widths` from the other rows of their block. Their own rows are
     still computed, so that all requests have the same number of rows; their drafts are not used.
-
     Attention needs at least as many keys as rows, so a block stays wider if its context is shorter
-    than the mask tokens to hide.
-    """
+    than the mask tokens to hide."""
     narrower = (seq_lens - (num_drafted - widths)).clamp_(min=num_drafted + 1)
     torch.minimum(narrower, seq_lens, out=seq_lens)

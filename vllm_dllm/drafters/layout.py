@@ -96,11 +96,8 @@ def check_drafter(
     target: str,
     needed: Collection[str] = (),  # keys, as in `read_layout`
 ) -> DrafterLayout:
-    """Returns the drafter's layout, if the drafter fits the target.
-
-    Raises:
-        InputError: the drafter does not fit the target; the message has all differences.
-    """
+    """Returns the drafter's layout, if the drafter fits the target. Raises InputError if it does
+    not, whose message has all differences."""
     layout = read_layout(drafter_config, drafter, needed)
     text = target_config.get("text_config") or target_config
     num_layers, vocab_size = text["num_hidden_layers"], text["vocab_size"]
@@ -170,3 +167,25 @@ def extend_positions(vllm_config: "VllmConfig") -> None:
             f"request may have {needed}. Start with --max-model-len {draft.max_model_len}, or "
             f"without the drafter."
         )
+
+
+def set_draft_window(draft_model_config: Any, window: int) -> None:
+    """Changes the drafter's configuration in place: it sees the last `window` tokens and its block.
+    vLLM manages its cache like that of layers with a sliding window. Raises ValueError if the
+    drafter was made for a narrower window, or if only some of its layers have one: vLLM would leave
+    the others as they are."""
+    hf_config = draft_model_config.hf_config
+    if len(kinds := set(getattr(hf_config, "layer_types", None) or ())) > 1:
+        raise ValueError(
+            f"drafter.draft_window is not possible with the drafter {draft_model_config.model}, "
+            f"whose layers see different tokens ({', '.join(sorted(kinds))}). Leave it out."
+        )
+    settings = dict(getattr(hf_config, "dflash_config", None) or {})
+    own = settings.get("swa_window_size") or getattr(hf_config, "sliding_window", None)
+    if own is not None and own < window:
+        raise ValueError(
+            f"drafter.draft_window is {window}, but the drafter {draft_model_config.model} was "
+            f"made for a window of {own}. Lower it or leave it out."
+        )
+    logger.info("The drafter sees the last %d tokens.", window)
+    hf_config.dflash_config = settings | {"use_swa": True, "swa_window_size": window}

@@ -16,8 +16,7 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
     """vLLM's DFlash model, which also refuses incomplete weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the weights. Raises ValueError if a weight is missing that the target does not
-        share."""
+        """Loads the weights. Raises ValueError if one is missing that the target does not share."""
         renamed = self.model.hf_to_vllm_mapper  # by parts of names, since vLLM 0.33 by patterns
         names = WeightsMapper(
             orig_to_new_prefix={"": "model."},

@@ -75,8 +75,7 @@ class _DraftWidthMixin(drafting.DraftSchedulerHooks):
         return min(self._draft_widths.get(request.request_id, 0), self.draft_width(request))
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Adds to `output` how many tokens to draft after the step for each request; 0 during a
-        prefill."""
+        """Adds to `output` each request's tokens to draft after the step; 0 during a prefill."""
         scheduled = output.num_scheduled_tokens
         requests = {request_id: self.requests[request_id] for request_id in scheduled}
         could_draft = [
@@ -140,8 +139,7 @@ def has_only_tokens(request: Request) -> bool:
 
 
 def describe_step(output: SchedulerOutput, widths: Mapping[str, int]) -> Step:
-    """Returns the size of the step that `output` schedules. Drafts of `widths` tokens follow it, by
-    request id."""
+    """Returns the size of the step that `output` schedules, with drafts of `widths` tokens."""
     drafts = output.scheduled_spec_decode_tokens
     num_rows = num_prefilled = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -165,8 +163,7 @@ class DraftWidthScheduler(_DraftWidthMixin, drafting.StockScheduler):
         return self._knows_drafts
 
     def output_processed(self, output: SchedulerOutput) -> None:
-        """Gives requests placeholders for their drafts, unless a grammar needs the drafted
-        tokens."""
+        """Gives requests placeholders for their drafts, unless a grammar needs the tokens."""
         self._knows_drafts = not output.has_structured_output_requests
         if self._knows_drafts:
             drafting.set_placeholder_drafts(self, output)

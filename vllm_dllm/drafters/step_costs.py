@@ -59,8 +59,7 @@ class StepCosts:
             self._fit()
 
     def _fit(self) -> None:
-        """Fits the weights to the remembered steps. Does nothing with fewer than `LEAST` of either
-        kind."""
+        """Fits the weights to remembered steps. Does nothing with fewer than `LEAST` of a kind."""
         if min(map(len, self._samples.values())) < self.LEAST:
             return
         samples = [sample for kind in self._samples.values() for sample in kind]
@@ -92,8 +91,7 @@ class StepCosts:
 
 
 class StepClock:
-    """Times the steps of a busy engine. A step's time is that from the previous step's answer to
-    its own."""
+    """Times the steps of a busy engine: from the previous step's answer to each one's own."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         """Starts without any step. `now`: returns seconds."""

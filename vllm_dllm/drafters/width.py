@@ -29,8 +29,7 @@ class WidthPolicy:
         """Called when the step `step` has taken `seconds`."""
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Called when the target has accepted `num_accepted` of `num_drafts` drafted tokens, at
-        least one."""
+        """Called when the target has accepted `num_accepted` of `num_drafts` tokens, 1 or more."""
 
     def width_predicted(self, request_id: str, width: int) -> None:
         """Called when the predictor has chosen a width for a request."""
@@ -87,8 +86,7 @@ class AcceptanceWidth(WidthPolicy):
     LEARN_EVERY, PLAIN_EVERY = 8, 256  # steps between steps without drafts, at first and later
 
     def __init__(self, widest: int) -> None:
-        """Starts without any history: all requests are drafted for, until the costs of steps are
-        known."""
+        """Starts without a history: all requests are drafted for until costs of steps are known."""
         super().__init__(widest)
         self._histories: dict[str, _AcceptanceHistory] = {}
         self._num_accepted_of_all = float(widest)  # tokens of a draft, averaged over requests
@@ -101,8 +99,7 @@ class AcceptanceWidth(WidthPolicy):
         self._pause = self.TRY_EVERY
 
     def step_scheduled(self, request_ids: list[str], num_requests: int) -> None:
-        """Chooses the requests for which tokens are drafted after the step; `width` is 0 for all
-        others."""
+        """Chooses requests for which tokens are drafted after the step; `width` is 0 for others."""
         self._since_try += 1
         self._since_plain += 1
         if not request_ids:
@@ -143,8 +140,7 @@ class AcceptanceWidth(WidthPolicy):
 
     def _find_paying_requests(self, request_ids: list[str], num_requests: int) -> set[str]:
         """Returns the requests with which a step yields the most tokens per second. Requests with
-        more accepted tokens come first. Returns all requests while the costs of steps are
-        unknown."""
+        more accepted tokens come first. Returns all while the costs of steps are unknown."""
         if not self._costs.are_known:
             return set(request_ids)
         histories = [(self._history(request_id), request_id) for request_id in request_ids]
@@ -171,13 +167,11 @@ class AcceptanceWidth(WidthPolicy):
         return self._histories[request_id]
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """Returns the width of a request's next draft; 0 if the last scheduled step did not choose
-        it."""
+        """Returns the width of a request's next draft; 0 if the last step did not choose it."""
         return self._history(request_id).width if request_id in self._chosen else 0
 
     def draft_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Adds the draft to the request's history and to the average, and adjusts the request's
-        width."""
+        """Adds the draft to the request's history and the average. Adjusts the request's width."""
         change = num_accepted - self._num_accepted_of_all
         self._num_accepted_of_all += (1 - self.MEMORY) * change
         self._paying_key = None
@@ -203,8 +197,7 @@ class LoadWidth(WidthPolicy):
     num_rows: int
 
     def width(self, request_id: str, num_requests: int) -> int:
-        """Returns an equal share of `num_rows` without the token of the target's own, at most the
-        widest."""
+        """Returns an equal share of `num_rows` without the target's token, at most the widest."""
         return min(max(self.num_rows // num_requests - 1, 0), self.widest)
 
 

@@ -7,7 +7,7 @@ can still be completed:
 - `walk.py` goes along the best guesses and repairs what the grammar rejects. Where that is
   improbable, `path_search.py` looks for a better path, first best-first, then by a beam.
 - `completion.py` searches for completions.
-- `revealed_run.py` does both for masked models, whose tokens stay once they are revealed.
+- `reveal_run` does both for masked models, whose tokens stay once they are revealed.
 
 `state.py` is an answer's place in its grammar, and `compiler.py` makes the first one. There is no
 engine in here, and no tensor of a device: predictions come as NumPy arrays.

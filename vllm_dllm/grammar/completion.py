@@ -13,8 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vllm_dllm.grammar.continuations import all_continuations, promising_continuations
-from vllm_dllm.grammar.respelling import MAX_SHRINKAGE, respell
+from vllm_dllm.grammar import continuations
 from vllm_dllm.grammar.state import GrammarState
 
 MAX_STATES = 500
@@ -82,10 +81,10 @@ def complete_greedily(state: GrammarState, max_tokens: int) -> list[int] | None:
     cheap, and right for most of JSON."""
     start, state = state, state.copy()
     tokens: list[int] = []
-    while len(tokens) <= MAX_SHRINKAGE * max_tokens:
+    while len(tokens) <= continuations.MAX_SHRINKAGE * max_tokens:
         if state.is_complete():
-            return respell(start, tokens)
-        following = next(promising_continuations(state), None)
+            return continuations.respell(start, tokens)
+        following = next(continuations.promising_continuations(state), None)
         if following is None or state.consume_tokens(following) < len(following):
             return None
         tokens += following
@@ -112,7 +111,7 @@ def search_shortest_first(state: GrammarState, max_tokens: int) -> list[int] | N
             if seen[mask] > _MAX_SAME_MASK:
                 continue
             num_states += 1
-            for following in promising_continuations(reached, thorough=True):
+            for following in continuations.promising_continuations(reached, thorough=True):
                 ahead = reached.copy()
                 is_legal = ahead.consume_tokens(following) == len(following)
                 if is_legal and not ahead.in_optional_call:
@@ -123,13 +122,12 @@ def search_shortest_first(state: GrammarState, max_tokens: int) -> list[int] | N
 
 
 def certainly_has_no_completion(state: GrammarState, max_tokens: int) -> bool:
-    """Returns True only if certainly no completion has at most `max_tokens` tokens, as with a rule
-    that never ends. Tries every legal text. Returns False where these are more than `_MAX_WAYS` at
-    once."""
+    """Returns True only if certainly no completion has at most `max_tokens`, as with a rule without
+    end. Tries every legal text. Returns False where these are more than `_MAX_WAYS` at once."""
     waiting = deque([(0, state.copy())])
     while waiting and waiting[0][0] <= 2 * max_tokens:
         length, reached = waiting.popleft()
-        following = all_continuations(reached)
+        following = continuations.all_continuations(reached)
         if reached.is_complete() or following is None or len(waiting) + len(following) > _MAX_WAYS:
             return False
         for tokens in following:
@@ -157,15 +155,15 @@ def complete_by_exploring(state: GrammarState, max_tokens: int) -> list[int] | N
     was_legal = np.ones(vocabulary.size, dtype=bool)
     tokens: list[int] = []
     times_taken: dict[bytes, Counter[int]] = defaultdict(Counter)  # by the legal tokens
-    while len(tokens) <= max(MAX_SHRINKAGE * max_tokens, MAX_TOKENS):
+    while len(tokens) <= max(continuations.MAX_SHRINKAGE * max_tokens, MAX_TOKENS):
         if state.is_complete():
-            return respell(start, _cut_detours(start, tokens))
+            return continuations.respell(start, _cut_detours(start, tokens))
         following = state.reasoning_ends()[:1] or state.forced_tokens()
         is_legal = state.closing_tokens()
         if not following:
             exits = order[(is_legal & ~was_legal)[order]].tolist()
             choices = exits or order[is_legal[order]].tolist()
-            choices = choices or next(promising_continuations(state), [])
+            choices = choices or next(continuations.promising_continuations(state), [])
             times = times_taken[is_legal.tobytes()]
             following = [min(choices, key=times.__getitem__)] if choices else []
             times.update(following)
@@ -183,7 +181,7 @@ def _cut_detours(start: GrammarState, tokens: list[int]) -> list[int]:
     while i < len(tokens):
         best, end = tokens[i : i + 1], i + 1
         tried: set[tuple[int, bytes]] = set()  # ten digits lead to one state
-        for head in ([], *promising_continuations(state)):
+        for head in ([], *continuations.promising_continuations(state)):
             ahead = state.copy()
             if len(head) > 1 or ahead.consume_tokens(head) < len(head):
                 continue
@@ -207,10 +205,9 @@ def reuse_plan(
     state: GrammarState,
 ) -> list[int] | None:
     """Returns an end of the plan that completes the answer at `state`, if needed after one more
-    token or the forced tokens. Tries ends without an added token first. Returns None if no end is
-    found."""
+    token or the forced tokens. Ends without an added token come first. None: no end is found."""
     masks = _masks_along(start, plan)
-    for head in ([], *promising_continuations(state)):
+    for head in ([], *continuations.promising_continuations(state)):
         ahead = state.copy()
         if ahead.consume_tokens(head) < len(head):
             continue
@@ -227,11 +224,9 @@ def _find_latest_completing_end(
     first: int,
 ) -> int | None:
     """Returns an index into `tokens`, `first` or later: the tokens from there on complete the
-    answer at `state`. Returns None if no index is found.
-
-    Tries only places where the same tokens are legal as at `state`. Bisects these places: in a loop
-    that counts, all ends fail that start too late. So it may miss a shorter end.
-    """
+    answer at `state`. Returns None if no index is found. Tries only places where the same tokens
+    are legal as at `state`. Bisects these places: in a loop that counts, all ends fail that start
+    too late. So it may miss a shorter end."""
     mask = state.compute_mask().tobytes()
     same = [i for i in range(first, len(masks)) if masks[i] == mask]
     completing, failing = -1, len(same)
@@ -246,8 +241,7 @@ def _find_latest_completing_end(
 
 
 def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
-    """Returns the masks, as bytes, before each of the tokens and after the last. Does not move
-    `start`."""
+    """Returns masks, as bytes, before each of the tokens and after the last, from `start` on."""
     state, masks = start.copy(), [start.compute_mask().tobytes()]
     for token in tokens:
         state.consume_tokens([token])
@@ -256,7 +250,6 @@ def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
 
 
 def _completes(state: GrammarState, tokens: list[int]) -> bool:
-    """Returns whether the tokens are legal at `state` and complete the answer. Does not move
-    `state`."""
+    """Returns whether the tokens are legal at `state`, which stays, and complete the answer."""
     end = state.copy()
     return end.consume_tokens(tokens) == len(tokens) and end.is_complete()

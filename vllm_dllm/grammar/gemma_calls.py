@@ -12,7 +12,6 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from vllm_dllm.grammar.lark import LarkRules, quote_literal
 from vllm_dllm.grammar.patterns import FORMATS, check_alone, unanchored_lark_regex
 from vllm_dllm.grammar.schema_forms import KIND_OF_KEY, KINDS, Form, JsonSchema
 from vllm_dllm.grammar.schema_keys import SchemaError
@@ -27,6 +26,46 @@ _COMMA = ' "," '  # a literal between two parts of a rule
 _DEEPEST = 200
 """The most keys and indices of a schema's path."""
 _ANYTHING = "anything"  # no reference, which would begin with "#"
+
+
+class LarkRules:
+    """The rules and terminals of one Lark grammar. It makes up their names."""
+
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+        self._terminals: dict[str, str] = {}  # names, by body
+
+    def add_rule(self, body: str, attribute: str = "") -> str:
+        """Adds a rule and returns its name. `attribute` follows the name, such as "[lazy]"."""
+        name = self.reserve_rule()
+        self.define_rule(name, body, attribute)
+        return name
+
+    def reserve_rule(self) -> str:
+        """Returns the name of a rule for `define_rule`, whose body refers to itself."""
+        self.rules.append("")
+        return f"rule_{len(self.rules) - 1}"
+
+    def define_rule(self, name: str, body: str, attribute: str = "") -> None:
+        """Sets the body of a rule that `reserve_rule` has named."""
+        self.rules[int(name.removeprefix("rule_"))] = f"{name}{attribute}: {body}"
+
+    def add_terminal(self, body: str) -> str:
+        """Adds a terminal if none has this body yet, and returns its name. `body` has regular
+        expressions joined by `&`, `|` and `~`."""
+        if body not in self._terminals:
+            self._terminals[body] = f"TERMINAL_{len(self._terminals)}"
+        return self._terminals[body]
+
+    def to_text(self, start: str) -> str:
+        """Returns the grammar's text. `start`: the body of its first rule, mostly a rule's name."""
+        terminals = [f"{name}: {body}" for body, name in self._terminals.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *self.rules, *terminals]) + "\n"
+
+
+def quote_literal(text: str) -> str:
+    """Returns the text as a quoted string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False) if text else '""'
 
 
 def calls_rule(
@@ -127,8 +166,7 @@ class _ArgumentRules:
         return f"({_BODY_BY_KIND[form.kind](self, form)})"
 
     def _string_body(self, form: Form) -> str:
-        """Returns the body of a rule for a string that fits the form's length, `pattern` and
-        `format`."""
+        """Returns a rule's body for a string of the form's length, `pattern` and `format`."""
         schema, parts = form.schema, [_texts_without(QUOTE)]
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if least or most != "":
@@ -231,8 +269,7 @@ def _key_literal(name: str, path: str) -> str:
 
 
 def _repeat(rule: str, least: int, most: int | None) -> str:
-    """Returns a part of a Lark rule: `least` to `most` repetitions of `rule`. `most` None: any
-    number from `least` on."""
+    """Returns a part of a Lark rule: `least` to `most` repetitions of `rule`. None: any number."""
     least = max(least, 0)
     if most is None:
         return f"({rule}){{{least},{least}}} ({rule})*" if least else f"({rule})*"

@@ -17,17 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_dllm.grammar.masks import has_tokens
-from vllm_dllm.grammar.rows import CanvasRows
 from vllm_dllm.grammar.state import GrammarState
-from vllm_dllm.grammar.walk import find_unsure_rows, mask_with_few_spaces
+from vllm_dllm.grammar.walk import CanvasRows, find_unsure_rows, mask_with_few_spaces
 
 MAX_STATES = 100
 """States that a best-first search looks at before it gives up."""
 
 
 class FoundPath(NamedTuple):
-    """The tokens of a path that a search has found: one for each row, beginning at the canvas'
-    first."""
+    """The tokens of a path that a search has found: one for each row from the canvas' first."""
 
     tokens: list[int]
     cost_nats: float  # summed log-probability of the rows' best guesses, minus that of the tokens
@@ -52,8 +50,7 @@ class _Beginning:
 
 @dataclass
 class _NextTokens:
-    """The legal tokens after a beginning, the cheapest first. The search removes those it has
-    tried."""
+    """The legal tokens after a beginning, the cheapest first. The search removes tried ones."""
 
     beginning: _Beginning
     costs_nats: list[float]  # of the beginning with each of the tokens

@@ -26,8 +26,7 @@ _MAX_SCHEMAS = 10_000
 
 
 class Form(NamedTuple):
-    """The values of one type that a schema allows. An empty `schema` allows any value of that
-    type."""
+    """The values of one type that a schema allows. An empty `schema` allows all of that type."""
 
     kind: str  # one of KINDS, "integer", or "values" of an enumeration
     schema: dict[str, Any]
@@ -52,8 +51,7 @@ class JsonSchema:
         return forms
 
     def reference(self, schema: Any) -> str | None:
-        """Returns the `$ref` of a schema that restricts values by nothing else; None for other
-        schemas."""
+        """Returns the `$ref` of a schema that restricts values by nothing else; None for others."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             return schema["$ref"] if not (schema.keys() - NOTES - {"$ref"}) else None
         return None
@@ -257,8 +255,7 @@ def _common_types(a: list[str], b: list[str]) -> list[str]:
 
 
 def _has_type(value: Any, types: list[str] | None) -> bool:
-    """Returns whether a value has one of the types of JSON schema in `types`; None: any type will
-    do."""
+    """Returns whether a value has one of the types of JSON schema in `types`; None: any does."""
     if types is None:
         return True
     if value is None or isinstance(value, bool):

@@ -45,8 +45,7 @@ class SchemaError(ValueError):
 
 
 def check_keys(schema: dict[str, Any], path: str) -> None:
-    """Raises SchemaError if the schema has a key that is not supported, or whose value has the
-    wrong type."""
+    """Raises SchemaError if a key is not supported, or its value has the wrong type."""
     for key, value in schema.items():
         if key in _EXPECTED and not _EXPECTED[key][1](value):
             raise SchemaError(f"{path}/{key} must be {_EXPECTED[key][0]}, got {value!r}")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher
 
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import add_tokens_, remove_tokens_, unpack_mask
+from vllm_dllm.grammar.masks import Exclusions, add_tokens_, remove_tokens_, unpack_mask
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
 
 
@@ -96,8 +95,7 @@ class GrammarState:
         return self.reasoning is None and self._matcher.is_accepting()
 
     def _must_go_on(self) -> bool:
-        """Returns whether `min_tokens` are not reached yet and some token other than a stop is
-        legal."""
+        """Returns whether `min_tokens` are not reached and a token other than stops is legal."""
         return self.min_tokens > 0 and bool(self._without_stops(self._mask_but_stops()).any())
 
     # --- consuming tokens -------------------------------------------------------------------
@@ -125,8 +123,7 @@ class GrammarState:
         return self.consume_tokens([token]) == 1
 
     def _may_stop_at(self, stop: int) -> bool:
-        """Returns whether the stop token may come next: the grammar is complete, or has the token
-        as text."""
+        """Returns whether the stop may come next: the grammar is complete, or has it as text."""
         fits = self._is_accepting() or self._matcher.validate_tokens([stop]) == 1
         return self.reasoning is None and fits and not self._must_go_on()
 
@@ -243,8 +240,7 @@ class GrammarState:
         return is_legal
 
     def _grammar_mask(self) -> np.ndarray:
-        """Returns a new mask [W] uint32 of what the grammar allows and the request does not
-        exclude."""
+        """Returns a new mask [W] uint32 of what the grammar allows, but for excluded tokens."""
         mask = np.zeros(self.vocabulary.mask_length, dtype=np.uint32)
         address = mask.__array_interface__["data"][0]  # a tenth of the time of `mask.ctypes`
         self._matcher.unsafe_compute_mask_ptr(address, mask.nbytes)

@@ -41,8 +41,7 @@ class GrammarVocabulary:
 
     @cached_property
     def num_spaces(self) -> np.ndarray:
-        """[V] int32: the number of characters of each token that is whitespace alone; 0 for other
-        tokens."""
+        """[V] int32: the characters of each token that is whitespace alone; 0 for other tokens."""
         counts = [len(text) if not text.strip(_SPACE) else 0 for text in self.token_bytes]
         return np.array(counts, dtype=np.int32)
 
@@ -86,8 +85,7 @@ class GrammarVocabulary:
 
     @cached_property
     def punctuation(self) -> np.ndarray:
-        """Tokens of two or more characters, all of them JSON's punctuation or spaces; the longest
-        first."""
+        """Tokens of two or more characters, all JSON's punctuation or spaces; the longest first."""
         return self._find_longest_first(lambda text: len(text) > 1 and not text.strip(b'{["]}:, '))
 
     @cached_property
@@ -98,8 +96,7 @@ class GrammarVocabulary:
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """Tokens of one visible ASCII character: the quotation mark, then digits, then all
-        others."""
+        """Tokens of one visible ASCII character: the quotation mark, then digits, then others."""
         tokens = [t for t, text in enumerate(self.token_bytes) if text in _CHARACTERS]
         order = sorted(tokens, key=lambda t: _CHARACTERS.index(self.token_bytes[t]))
         return np.array(order, dtype=np.int64)

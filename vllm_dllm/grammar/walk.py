@@ -1,20 +1,70 @@
 """Walks a grammar along the best guesses of a canvas. A legal guess is kept. An illegal one gives
-way to the row's most probable legal token."""
+way to the row's most probable legal token. `CanvasRows` has the model's predictions."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_dllm.grammar.masks import (
-    has_token,
-    mask_of_tokens,
-    only_token,
-    pack_mask,
-    unpack_mask,
-)
-from vllm_dllm.grammar.rows import CanvasRows, LegalPath
+from vllm_dllm.grammar.masks import has_token, mask_of_tokens, only_token, pack_mask, unpack_mask
 from vllm_dllm.grammar.state import GrammarState
+
+MORE_TOKENS = 512
+_ENOUGH_PROBABILITY = 0.9
+"""If the K tokens of a row have at least this probability together, a search looks at them
+alone."""
+
+
+@dataclass(frozen=True)
+class CanvasRows:
+    """The model's predictions for the L rows of a canvas."""
+
+    tokens: np.ndarray  # [L, K] int64, the most probable first
+    logprobs: np.ndarray  # [L, K] fp32
+    best_legal: Callable[[int, np.ndarray], tuple[int, float]]
+    """(row, mask [W] uint32 of at least one token) -> the most probable token of the mask, and its
+    log-probability. For rows whose K tokens are all illegal."""
+    more: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    """row -> its `MORE_TOKENS` most probable tokens [k] int64, the best first, and their
+    log-probabilities [k] fp32. For rows whose K tokens have little probability."""
+
+    def candidates(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens [k] int64 of a row that a search for a cheap path looks at, and their
+        log-probabilities [k] fp32, the most probable first."""
+        if np.exp(self.logprobs[row]).sum() >= _ENOUGH_PROBABILITY:
+            return self.tokens[row], self.logprobs[row]
+        return self.more(row)
+
+    def first(self, num_rows: int) -> "CanvasRows":
+        """Returns the predictions for the first `num_rows` rows."""
+        return replace(self, tokens=self.tokens[:num_rows], logprobs=self.logprobs[:num_rows])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class LegalPath:
+    """Legal tokens, one for each row beginning at the canvas' first, and facts about these rows."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cost_nats: float = 0.0
+    """Summed log-probability of repaired rows' best guesses, minus that of the path."""
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    """Row -> [W] uint32, the tokens that are legal in it after the path's tokens before it. Rows
+    that the model is sure of have no mask: their distribution stays as it is."""
+    num_reasoning: int = 0  # how many of the first tokens are reasoning
+    forced: set[int] = field(default_factory=set)  # rows that have one legal token
+    is_stuck: bool = False  # no token is legal after these, though the answer has not ended
+    first_repair: int | None = None
+    """The first row whose best guess is illegal; None: no row, or the path is not a walk."""
+    confident_cost_nats: float = 0.0
+    """The part of `cost_nats` from rows whose best guess is more probable than all other tokens
+    together. Only a walk computes it."""
+
 
 SURE_LOGPROB = math.log(0.99)
 """A row gets no mask if its best guess is legal and at least this probable: all other tokens have
@@ -26,8 +76,7 @@ number, and a model that is unsure of what follows would write it to the end of 
 
 
 class StuckError(RuntimeError):
-    """No token is legal though the grammar is incomplete, mostly because of a limit of
-    llguidance."""
+    """No token is legal though the grammar is incomplete, mostly by a limit of llguidance."""
 
 
 def walk_best_guesses(state: GrammarState, rows: CanvasRows) -> LegalPath:
@@ -56,8 +105,7 @@ def walk_best_guesses(state: GrammarState, rows: CanvasRows) -> LegalPath:
 
 def _walk_reasoning(state: GrammarState, rows: CanvasRows, path: LegalPath) -> None:
     """Appends the best guesses of the rows of reasoning to the empty `path`. A stop token gives way
-    to a token that ends the reasoning. Moves `state`, and sets `path.is_stuck` where no token is
-    legal."""
+    to a token that ends the reasoning. Moves `state`. Sets `path.is_stuck` if none is legal."""
     while path.num_reasoning < len(rows) and state.reasoning is not None:
         row = path.num_reasoning
         guess = int(rows.tokens[row, 0])
@@ -78,8 +126,7 @@ def _walk_reasoning(state: GrammarState, rows: CanvasRows, path: LegalPath) -> N
 
 def find_unsure_rows(state: GrammarState, rows: CanvasRows) -> np.ndarray:
     """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`, is
-    whitespace, or is a stop token. The number of rows is added as the last entry. Does not move
-    `state`."""
+    whitespace, or is a stop token. The last entry is the number of rows. `state` stays."""
     guess = rows.tokens[:, 0]
     unsure = rows.logprobs[:, 0] < SURE_LOGPROB
     unsure |= state.vocabulary.num_spaces[guess] > 0
@@ -168,8 +215,7 @@ def trace_path(state: GrammarState, rows: CanvasRows, tokens: list[int]) -> Lega
 
 
 def _token_logprob(state: GrammarState, rows: CanvasRows, row: int, token: int) -> float:
-    """Returns a token's log-probability in a row, even if it is not among the K most probable
-    tokens."""
+    """Returns a token's log-probability in a row, even if not among the K most probable ones."""
     (ranks,) = np.nonzero(rows.tokens[row] == token)
     if len(ranks):
         return float(rows.logprobs[row, ranks[0]])

@@ -18,16 +18,13 @@ class CanvasRow(NamedTuple):
 
     @property
     def is_denoised(self) -> bool:
-        """Whether the step has denoised the canvas. If not, it has committed it or taken it
-        back."""
+        """Whether the step has denoised the canvas, not committed it or taken it back."""
         return self.step > 0
 
 
 class CanvasNumbers(NamedTuple):
-    """Numbers of a step's n canvases. Only `values` is not known before the step has run.
-
-    Most fields are lists, because sending small arrays between processes takes longer.
-    """
+    """Numbers of a step's n canvases. Only `values` is not known before the step has run. Most
+    fields are lists, because sending small arrays between processes takes longer."""
 
     requests: list[int]  # [n] indices in the step's batch
     lengths: list[int]  # [n] canvas positions

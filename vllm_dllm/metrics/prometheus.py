@@ -156,8 +156,7 @@ DRAFT_HISTOGRAMS = {
 
 
 class CountedHistogram(Histogram):
-    """A histogram that observes many equal values in one call. Hundreds of requests have few
-    different values."""
+    """A histogram that observes many equal values in one call, as hundreds of requests have."""
 
     def observe_many(self, value: int, times: int) -> None:
         """Observes `value` `times` times, which Prometheus' client has no method for."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
@@ -21,12 +23,9 @@ from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.compat.concurrent_experts import (
-    allow_concurrent_experts,
-    run_experts_beside_mlp,
-)
+from vllm_dllm.compat.concurrent_experts import allow_concurrent_experts, run_experts_beside_mlp
 from vllm_dllm.compat.row_reductions import read_rows_once
-from vllm_dllm.models import video_frames, vision
+from vllm_dllm.models import vision
 from vllm_dllm.models.expected_weights import ExpectedWeights, errors_at_a_tensor
 from vllm_dllm.models.image_processor import (
     IMAGE,
@@ -35,10 +34,33 @@ from vllm_dllm.models.image_processor import (
     ImageProcessingInfo,
     ImageProcessor,
 )
-from vllm_dllm.models.self_conditioning import SelfConditioning
 from vllm_dllm.models.vocabulary import Vocabulary, no_logits
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.config import adapt_quant_config
+
+
+class SelfConditioning(nn.Module):
+    """Computes `post_norm(e + down(gelu_tanh(gate(u)) * up(u)))` with `u = pre_norm(soft)`. Source:
+    transformers' `DiffusionGemmaSelfConditioning`. `post_norm` has no weight and changes embeddings
+    even for a zero signal, so prefill and commit rows must not use the result."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:
+        super().__init__()
+        self.pre_norm = RMSNorm(hidden_size, eps=eps)
+        self.post_norm = RMSNorm(hidden_size, eps=eps, has_weight=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,  # [rows, H], scaled token embeddings of the canvas
+        soft_embeds: torch.Tensor,  # [rows, H], zero on a canvas' first step
+    ) -> torch.Tensor:
+        """Returns the conditioned embeddings [rows, H]."""
+        signal = self.pre_norm(soft_embeds)
+        gated = F.gelu(self.gate_proj(signal), approximate="tanh") * self.up_proj(signal)
+        return self.post_norm(inputs_embeds + self.down_proj(gated))
 
 
 def num_rotary_positions(vllm_config: VllmConfig) -> int:
@@ -55,11 +77,9 @@ def num_rotary_positions(vllm_config: VllmConfig) -> int:
     ImageProcessor, info=ImageProcessingInfo, dummy_inputs=ImageDummyInputs
 )
 class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal, SupportsQuant):
-    """The class that transformers calls `DiffusionGemmaForBlockDiffusion`, for vLLM.
-
-    The vision tower is loaded only if the checkpoint has an image processor's settings, and
-    `--limit-mm-per-prompt` allows images or videos.
-    """
+    """The class that transformers calls `DiffusionGemmaForBlockDiffusion`, for vLLM. The vision
+    tower is loaded only if the checkpoint has an image processor's settings, and
+    `--limit-mm-per-prompt` allows images or videos."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -68,7 +88,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             "model.encoder.language_model.": "model.",
             "model.encoder.vision_tower.": "vision_tower.",
             "model.encoder.embed_vision.": "embed_vision.",
-        },
+        }
     )
     packed_modules_mapping = {  # noqa: RUF012 (vLLM reads it as a class attribute)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -83,8 +103,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         return DiffusionModelState
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Builds the layers. Changes `vllm_config` in place: its text config and quantisation
-        config."""
+        """Builds the layers. Changes `vllm_config`: its text config and quantisation config."""
         super().__init__()
         model_config = vllm_config.model_config
         text_config = model_config.hf_text_config
@@ -141,7 +160,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         `ImageProcessor` made of them."""
         assert self.vision_tower is not None and self.embed_vision is not None
         if "frame_patches" in images:
-            images = video_frames.as_images(images)
+            images = vision.as_images(images)
         patches, patch_positions = images["patches"], images["patch_positions"]
         counts = images["num_image_tokens"].tolist()  # they stay on the host
         return vision.encode_images(
@@ -184,11 +203,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Returns soft-capped logits [rows, V] fp32, or None on ranks that do not sample. Returns
-        the hidden states themselves if `sampler_reads_hidden_states`.
-
-        The cap is applied in fp32, as the reference does. In a 16-bit type, tanh near the cap would
-        round the leading tokens together.
-        """
+        the hidden states themselves if `sampler_reads_hidden_states`. The cap is applied in fp32,
+        as the reference does. In a 16-bit type, tanh near the cap would round the leading tokens
+        together."""
         if self.sampler_reads_hidden_states():
             return hidden_states
         if len(hidden_states) == 0:
@@ -198,11 +215,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a transformers state dict, or a quantised one, and returns the names of the loaded
-        parameters. Encoder and decoder names address one set of weights.
-
-        Raises ValueError, naming the tensor, if one is missing, unknown, of another shape or type,
-        not all numbers, or an impossible scale.
-        """
+        parameters. Encoder and decoder names address one set of weights. Raises ValueError, naming
+        the tensor, if one is missing, unknown, of another shape or type, not all numbers, or an
+        impossible scale."""
         # Full-attention layers' keys are their values.
         absent = {
             f"model.layers.{i}.self_attn.v_proj"

@@ -28,10 +28,8 @@ _CLIPPING_BOUNDS = {"input_min", "input_max", "output_min", "output_max"}
 
 
 class ExpectedWeights:
-    """Checks each tensor on its way into `model` and knows which are still missing.
-
-    Layers of formats other than those of `vllm-dllm quantize` are left to vLLM, unchecked.
-    """
+    """Checks each tensor on its way into `model` and knows which are still missing. Layers of
+    formats other than those of `vllm-dllm quantize` are left to vLLM, unchecked."""
 
     def __init__(
         self,

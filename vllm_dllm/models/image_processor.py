@@ -3,7 +3,7 @@
 Patches are made by transformers' image processor for Pillow. The processors that a checkpoint names
 need torchvision, which a CPU install does not have. The prompt says `<|image|>` once per image;
 here that becomes a begin mark, as many image tokens as the tower has rows for it, and an end mark.
-`<|video|>` becomes such a run for each frame, behind the time it is shown at (`video_frames.py`).
+`<|video|>` becomes such a run for each frame, behind the time it is shown at (`vision.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,8 @@ from vllm.multimodal.processing.processor import (
 )
 
 from vllm_dllm.compat.media_processor import ProcessorHooks
-from vllm_dllm.models import video_frames
-from vllm_dllm.requests.media import (
-    MAX_ITEMS,
-    check_image_size,
-    check_media_count,
-    check_no_processor_options,
-    check_pixels,
-)
+from vllm_dllm.models import vision
+from vllm_dllm.requests import media
 
 logger = init_logger(__name__)
 
@@ -54,11 +48,8 @@ class ImageProcessingInfo(BaseProcessingInfo):
     @cached_property
     def image_processor(self) -> Gemma4ImageProcessorPil | None:
         """Returns the processor that makes patches of images. Returns None for a model without
-        vision, or if no processor can be loaded.
-
-        Raises ValueError if --mm-processor-kwargs has another option than `max_soft_tokens`, or the
-        processor does not fit the vision tower.
-        """
+        vision, or if no processor can be loaded. Raises ValueError if --mm-processor-kwargs has
+        another option than `max_soft_tokens`, or the processor does not fit the vision tower."""
         if self.get_hf_config().vision_config is None:
             return None
         model_config = self.ctx.model_config
@@ -79,14 +70,13 @@ class ImageProcessingInfo(BaseProcessingInfo):
         """Returns the processor that makes patches of videos' frames, for a checkpoint that has an
         `image_processor`. Raises ValueError if it does not fit the vision tower."""
         model_config = self.ctx.model_config
-        processor = video_frames.load_frame_processor(model_config.model, model_config.revision)
+        processor = vision.load_frame_processor(model_config.model, model_config.revision)
         _check_fits_tower("video", processor, self.get_hf_config().vision_config)
         return processor
 
     @cached_property
     def video_token_id(self) -> int | None:
-        """Returns the token of a video's frames. None without a tokenizer, or if it has no such
-        token."""
+        """Returns the token of a video's frames; None if there is no tokenizer or no such token."""
         tokenizer = self.ctx.tokenizer
         return None if tokenizer is None else tokenizer.get_vocab().get(VIDEO)
 
@@ -110,10 +100,10 @@ class ImageProcessingInfo(BaseProcessingInfo):
         wants_text = "image" in limits and limits["image"].count == 0 and "video" not in limits
         if self.video_token_id is not None and not wants_text:
             kinds.append("video")
-        return {kind: None if kind in limits else MAX_ITEMS[kind] for kind in kinds}
+        return {kind: None if kind in limits else media.MAX_ITEMS[kind] for kind in kinds}
 
     def validate_num_items(self, modality: str, num_items: int) -> None:
-        check_media_count(modality, num_items, self.allowed_mm_limits)
+        media.check_media_count(modality, num_items, self.allowed_mm_limits)
 
     def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
         return {}  # of requests
@@ -182,10 +172,7 @@ class ImageDummyInputs(BaseDummyInputsBuilder[ImageProcessingInfo]):
         return IMAGE * mm_counts.get("image", 0) + VIDEO * mm_counts.get("video", 0)
 
     def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: MultiModalDummyOptions,
+        self, seq_len: int, mm_counts: Mapping[str, int], mm_options: MultiModalDummyOptions
     ) -> MultiModalDataDict:
         """Returns the largest images and videos of a prompt."""
         if self.info.image_processor is None:
@@ -218,12 +205,10 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
     """Makes patches of a request's images and videos, and puts their tokens into its prompt."""
 
     def process(self, items: MultiModalDataItems, options: Mapping[str, object]) -> BatchFeature:
-        """Returns the vision tower's inputs, made of a prompt's images and videos.
-
-        Raises VLLMValidationError if the request has processor options of its own, or an image has
-        a wrong size or values that are not colours.
-        """
-        check_no_processor_options(options)
+        """Returns the vision tower's inputs, made of a prompt's images and videos. Raises
+        VLLMValidationError if the request has processor options of its own, or an image has a wrong
+        size or values that are not colours."""
+        media.check_no_processor_options(options)
         made: dict[str, Any] = {}
         counts = items.get_all_counts()  # 0 of a kind in what vLLM warms up with
         if counts.get("image"):
@@ -234,14 +219,14 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
                 _check_size(processor, *images.get_image_size(i))
             pictures = processor(images.get_all(), return_tensors="pt")
             made |= {
-                "patches": check_pixels(pictures["pixel_values"]),
+                "patches": media.check_pixels(pictures["pixel_values"]),
                 "patch_positions": pictures["image_position_ids"],
                 "num_image_tokens": pictures["num_soft_tokens_per_image"],
             }
         if counts.get("video"):
             processor = self.info.frame_processor
             videos = items.get_items("video", VideoProcessorItems)
-            made |= video_frames.make_patches(videos, processor, partial(_check_size, processor))
+            made |= vision.make_patches(videos, processor, partial(_check_size, processor))
         return BatchFeature(made)
 
     def fields(self, made: BatchFeature) -> Mapping[str, MultiModalFieldConfig]:
@@ -253,7 +238,7 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
         }
         if "num_frames" not in made:
             return images
-        return images | video_frames.field_configs(made["num_frames"])
+        return images | vision.field_configs(made["num_frames"])
 
     def prompt_updates(self, processed: MultiModalKwargsItems) -> Sequence[PromptUpdate]:
         """Returns which tokens replace the one token of each image or video in a prompt."""
@@ -267,10 +252,9 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
             return PromptUpdateDetails.select_token_id(tokens, config.image_token_id)
 
         def video_tokens(index: int) -> PromptUpdateDetails:
-            """Returns the tokens that replace the video of this index, see
-            `video_frames.prompt_tokens`."""
+            """Returns the tokens that replace this video, see `vision.prompt_tokens`."""
             encode = partial(self.info.get_tokenizer().encode, add_special_tokens=False)
-            tokens = video_frames.prompt_tokens(
+            tokens = vision.prompt_tokens(
                 processed["video"][index],
                 encode,
                 config.boi_token_id,
@@ -294,7 +278,6 @@ class ImageProcessor(ProcessorHooks[ImageProcessingInfo]):
 
 
 def _check_size(processor: Gemma4ImageProcessorPil, width: int, height: int) -> None:
-    """Raises VLLMValidationError for an image of a wrong size, in pixels, if the processor does not
-    scale."""
+    """Raises VLLMValidationError for images of a wrong size, in pixels, that are not scaled."""
     if not processor.do_resize:
-        check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)
+        media.check_image_size(width, height, _pixels_a_token(processor), processor.max_soft_tokens)

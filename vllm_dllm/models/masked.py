@@ -2,10 +2,12 @@
 checkpoints' own modelling files."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -14,6 +16,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
+from vllm_dllm.compat.expert_choice import use_routing_function
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.models.expected_weights import check_numbers, errors_at_a_tensor
 from vllm_dllm.models.vocabulary import no_logits
@@ -34,8 +37,7 @@ class MaskedModel:
     streams_vocabulary = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Builds the layers with attention that knows blocks. Adapts the quantisation config in
-        place."""
+        """Builds layers whose attention knows blocks. Adapts the quantisation config in place."""
         vllm_config.quant_config = adapt_masked_quant_config(vllm_config.quant_config)
         lora_config = vllm_config.lora_config
         if current_platform.is_cpu():  # where adapters leave experts as they are
@@ -53,11 +55,9 @@ class MaskedModel:
         return state_class(family)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a checkpoint's tensors, and returns the names of those loaded.
-
-        Raises ValueError, naming the tensor, if one is missing, unknown, of another shape, not all
-        numbers, or an impossible scale.
-        """
+        """Loads a checkpoint's tensors, and returns the names of those loaded. Raises ValueError,
+        naming the tensor, if one is missing, unknown, of another shape, not all numbers, or an
+        impossible scale."""
         # A server that has slept loads again, into a head and embeddings that are not tied yet.
         tied = ("lm_head.",) if self.config.tie_word_embeddings else ()
         complete = CompleteWeights(self, self.packed_modules_mapping, self.names, optional=tied)
@@ -69,8 +69,7 @@ class MaskedModel:
         return loaded
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads weights that have the names of vLLM's class, and returns the names of those
-        loaded."""
+        """Loads weights that have the names of vLLM's class. Returns the names of those loaded."""
         return super().load_weights(weights)  # type: ignore[misc]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -90,8 +89,7 @@ class SDARMoeForCausalLM(MaskedModel, Qwen3MoeForCausalLM):
 
 
 class Fast_dLLM_QwenForCausalLM(MaskedModel, Qwen2ForCausalLM):
-    """The model of Fast-dLLM v2, with the layers of Qwen2. Its rows have the next token's
-    logits."""
+    """The model of Fast-dLLM v2, with the layers of Qwen2. Rows have the next token's logits."""
 
 
 class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
@@ -106,3 +104,73 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
         """Loads weights as other models do. Mistral's own method expects the names and the
         rotations of its consolidated files."""
         return AutoWeightsLoader(self).load_weights(weights)
+
+
+class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
+    """LLaDA2.0 to 2.2, named as in the checkpoints' own modeling_llada2_moe.py."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Builds the layers. If the checkpoint has an `expert_capacity`, as LLaDA2.2 has, they
+        choose experts block by block (`BlockRouting`)."""
+        config, routing = vllm_config.model_config.hf_config, None
+        if config.expert_capacity:
+            routing = BlockRouting(config, vllm_config.scheduler_config.max_num_batched_tokens)
+        with nullcontext() if routing is None else use_routing_function(routing.choose_experts):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.routing = routing
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs the layers, after `BlockRouting` has learnt the blocks of the step's rows."""
+        if self.routing is not None:
+            self.routing.number_blocks(positions)
+        return super().forward(input_ids, positions, *args, **kwargs)
+
+
+class BlockRouting:
+    """Selects experts as LLaDA2.2 does. The rows of a block together select `expert_capacity`
+    experts, and each row selects its own among them. Legend: T = rows, E = experts."""
+
+    def __init__(self, config: Any, max_num_tokens: int) -> None:
+        """Takes the block and the experts from the checkpoint's `config`. `max_num_tokens`: the
+        most rows of a step."""
+        self.block_length: int = config.block_size
+        self.capacity: int = config.expert_capacity
+        self.scale: float = config.routed_scaling_factor
+        # [max_num_tokens] int64: the block of each row of a step. CUDA graphs keep its address.
+        self.blocks = torch.zeros(max_num_tokens, dtype=torch.int64)
+
+    def number_blocks(self, positions: torch.Tensor) -> None:
+        """Writes the block of each row of a step to `blocks`. `positions`: [T] int64, in their
+        requests."""
+        begins = positions % self.block_length == 0
+        begins[1:] |= positions[1:] != positions[:-1] + 1
+        begins[:1] = False
+        self.blocks[: len(positions)] = begins.cumsum(dim=0)
+
+    def choose_experts(
+        self,
+        hidden_states: torch.Tensor,  # [T, H]
+        gating_output: torch.Tensor,  # [T, E]
+        topk: int,
+        renormalize: bool,
+        *,
+        bias: torch.Tensor,  # [E] fp32, takes part in the choice alone
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns weights [T, topk] fp32 and experts [T, topk] int64. An expert's score for a block
+        is its best score for any row of the block. `number_blocks` must have been called for the
+        step."""
+        scores = gating_output.float().sigmoid()
+        biased = scores + bias
+        blocks = self.blocks[: scores.shape[0], None]
+        best = torch.full_like(biased, -torch.inf).scatter_reduce(
+            0, blocks.expand_as(biased), biased, "amax"
+        )
+        chosen = best.topk(self.capacity, dim=-1).indices
+        allowed = torch.zeros_like(biased, dtype=torch.bool).scatter(1, chosen, True)
+        experts = biased.masked_fill(~allowed[blocks[:, 0]], -torch.inf).topk(topk, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.scale, experts

@@ -19,8 +19,7 @@ class _Blocks:
 
     @property
     def canvas_length(self) -> int:
-        """Returns how many tokens a block has, under the name by which vLLM knows diffusion
-        models."""
+        """Returns how many tokens a block has. By this name vLLM knows diffusion models."""
         return self.block_size
 
 
@@ -52,8 +51,7 @@ class FastDLLMQwenConfig(Qwen2Config):
 
     @property
     def canvas_length(self) -> int:
-        """Returns how many tokens a block has, under the name by which vLLM knows diffusion
-        models."""
+        """Returns how many tokens a block has. By this name vLLM knows diffusion models."""
         return self.bd_size
 
 

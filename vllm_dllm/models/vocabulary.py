@@ -170,12 +170,9 @@ class Vocabulary:
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
         """Returns `softmax(logits) @ E * sqrt(H)` [rows, H] in the model's dtype, which the next
-        step's self-conditioning reads.
-
-        The reference rounds the logits to the model's type, takes the softmax in fp32 and rounds
-        again. The vocabulary may be sharded over the tensor-parallel ranks: then all ranks must
-        call it.
-        """
+        step's self-conditioning reads. The reference rounds the logits to the model's type, takes
+        the softmax in fp32 and rounds again. The vocabulary may be sharded over the tensor-parallel
+        ranks: then all ranks must call it."""
         first, weight = self.vocabulary_shard()
         if weight.dtype != logits.dtype:
             if weight.dtype == torch.float16:

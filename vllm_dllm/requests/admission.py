@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 
@@ -18,21 +17,7 @@ from vllm_dllm.config.architectures import Family, family_of
 from vllm_dllm.config.canvas_feeds import FEED, PLUGIN, PLUGINS_VARIABLE
 from vllm_dllm.config.extension import ExtensionConfig, RequestLimits
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
-from vllm_dllm.requests.http import key_error
-from vllm_dllm.requests.limits import (
-    check_allowed_tokens,
-    check_embeddings,
-    check_first_token,
-    check_logprobs,
-    check_numbers,
-    check_prediction_text,
-    check_prompt,
-    check_repetition_detection,
-    check_request_limits,
-    check_sampler_limits,
-    check_token_limits,
-    http_request_name,
-)
+from vllm_dllm.requests import limits
 from vllm_dllm.requests.options import (
     PREFIX,
     STEP_KEYS,
@@ -87,24 +72,19 @@ class ServedModel:
 
 def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     """Checks a request for a diffusion model, and returns vLLM's request. Its parameters are a copy
-    of `params` with the request's `RequestOptions` in `extra_args`.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; names the key or the parameter, what was expected and
-            what came.
-    """
+    of `params` with the request's `RequestOptions` in `extra_args`. Raises VLLMValidationError,
+    which becomes HTTP 400; it names the key or the parameter, what was expected and what came."""
     options = _read_options(params, served)
     if served.limits is not None:
-        check_request_limits(served.limits, params, options)
-        check_repetition_detection(params)
-        check_prediction_text(served.limits, options, served.tokenizer)
+        limits.check_request_limits(served.limits, params, options)
+        limits.check_repetition_detection(params)
+        limits.check_prediction_text(served.limits, options, served.tokenizer)
     if served.family is not None and not served.family.is_causal:
         for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
             if getattr(params, name) is not None:
-                raise VLLMValidationError(
+                raise limits.refusal(
                     f"{name} is not possible with a masked model: a row of the prompt has seen its "
-                    f"own token and those of its block. Leave it out.",
-                    parameter=name,
+                    f"own token and those of its block. Leave it out."
                 )
     if options.read_only:
         params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
@@ -112,12 +92,12 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     if params.thinking_token_budget is not None:
         # Not refused: Anthropic's clients that ask for thinking cannot leave it out.
         logger.warning_once("thinking_token_budget is ignored by diffusion models.")
-    check_prompt(request.prompt_token_ids or (), served.vocab_size)
+    limits.check_prompt(request.prompt_token_ids or (), served.vocab_size)
     resolved = request.sampling_params
-    check_numbers(resolved)
-    check_logprobs(resolved, served.vocab_size)
-    check_allowed_tokens(resolved, is_constrained=options.constrained)
-    check_first_token(resolved, served.vocab_size)
+    limits.check_numbers(resolved)
+    limits.check_logprobs(resolved, served.vocab_size)
+    limits.check_allowed_tokens(resolved, is_constrained=options.constrained)
+    limits.check_first_token(resolved, served.vocab_size)
     if resolved.structured_outputs is not None:
         check_structured_outputs(
             resolved,
@@ -130,7 +110,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
     options = _complete_options(options, served.tokenizer)
     if served.limits is not None:
         num_tokens = len(request.prompt_token_ids or ())
-        check_token_limits(served.limits, resolved, options, num_tokens, served.vocab_size)
+        limits.check_token_limits(served.limits, resolved, options, num_tokens, served.vocab_size)
     options.store_in(resolved)
     return request
 
@@ -139,19 +119,16 @@ def admit_target(
     params: SamplingParams, vocab_size: int, resolve: Resolve, *, to_many: bool
 ) -> Any:
     """Checks a request for a target with a drafter, and returns vLLM's request. vLLM's sampler
-    serves it, so it has no `RequestOptions`. `to_many`: as in `ServedModel.from_config`.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; a parameter is one that the sampler cannot serve.
-    """
+    serves it, so it has no `RequestOptions`. `to_many`: as in `ServedModel.from_config`. Raises
+    VLLMValidationError, which becomes HTTP 400, for a parameter that the sampler cannot serve."""
     request = resolve(params)
-    check_numbers(request.sampling_params)
-    check_logprobs(request.sampling_params, vocab_size)
-    check_allowed_tokens(request.sampling_params)
-    check_sampler_limits(request.sampling_params)
+    limits.check_numbers(request.sampling_params)
+    limits.check_logprobs(request.sampling_params, vocab_size)
+    limits.check_allowed_tokens(request.sampling_params)
+    limits.check_sampler_limits(request.sampling_params)
     if to_many:
-        check_repetition_detection(request.sampling_params)
-    check_embeddings(request.prompt_embeds)
+        limits.check_repetition_detection(request.sampling_params)
+    limits.check_embeddings(request.prompt_embeds)
     wanted = request.sampling_params.structured_outputs
     if wanted is not None and isinstance(wanted.json, dict):
         # As text, whose integers may be of any size, as in `check_structured_outputs`.
@@ -172,13 +149,13 @@ def _read_options(params: SamplingParams, served: ServedModel) -> RequestOptions
         _check_canvas(options, served)
         _check_companions(options, params, served.tokenizer)
     except ValueError as error:
-        raise key_error(error) from error
+        raise limits.refusal(str(error)) from error
     return replace(options, canvas_feed=feed) if isinstance(feed, str) else options
 
 
 def _complete_options(options: RequestOptions, tokenizer: Any) -> RequestOptions:
     """Returns the options with values that follow from others."""
-    changes: dict[str, Any] = {"http_request": http_request_name()}
+    changes: dict[str, Any] = {"http_request": limits.http_request_name()}
     if options.mode == "autoregressive":
         changes["canvas_length"] = 1  # the token that is known
     if isinstance(options.prediction, str):
@@ -187,8 +164,7 @@ def _complete_options(options: RequestOptions, tokenizer: Any) -> RequestOptions
 
 
 def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
-    """Raises ValueError if the request has a key that its mode or its acceptance rule has no use
-    for."""
+    """Raises ValueError if the request has a key that its mode or acceptance has no use for."""
     if options.is_verified and (useless := STEP_KEYS & given.keys()):
         key = min(useless)
         raise ValueError(
@@ -204,8 +180,7 @@ def _check_mode(options: RequestOptions, given: Mapping[str, Any]) -> None:
 
 
 def _check_canvas(options: RequestOptions, served: ServedModel) -> None:
-    """Raises ValueError for options that contradict the served canvas or vocabulary, or each
-    other."""
+    """Raises ValueError for options that contradict the canvas, the vocabulary or each other."""
     length, vocab_size = served.canvas_length, served.vocab_size
     width = options.canvas_length or length
     if width > length:
@@ -283,10 +258,9 @@ def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:
     VLLMValidationError if min_tokens are more than that."""
     most = min(params.max_tokens or width, width)
     if params.min_tokens > most:  # which the engine would fail to decode
-        raise VLLMValidationError(
+        raise limits.refusal(
             f"min_tokens must be at most {most}, the canvas of this request with "
-            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out.",
-            parameter="min_tokens",
+            f"diffusion_read_only, got {params.min_tokens}. Lower it or leave it out."
         )
     own = params.clone()
     own.max_tokens, own.ignore_eos = most, True

@@ -91,9 +91,8 @@ class GemmaReader:
 
 
 def _read_call(text: str, begin: int) -> tuple[Call, int]:
-    """Returns the call whose marker ends at index `begin`, and the index after its arguments.
-    Raises _UnfinishedError if the text ends before the call, and _MalformedError if it is no
-    call."""
+    """Returns the call whose marker ends at index `begin`, and the index after it. Raises
+    _UnfinishedError if the text ends before the call, and _MalformedError if it is no call."""
     head = _CALL_HEAD.match(text, begin)
     if head is None:
         came = text[begin:]
@@ -151,8 +150,7 @@ def _word_json(word: str) -> str:
 
 @lru_cache(maxsize=8)
 def find_markers(tokenizer: TokenizerLike) -> frozenset[str]:
-    """Returns the texts of the special tokens that are not shown to a client. Cached by
-    tokenizer."""
+    """Returns the texts of special tokens that are not shown to clients. Cached by tokenizer."""
     named = filter(_MARKER.fullmatch, tokenizer.get_added_vocab())
     return MARKERS.union(tokenizer.all_special_tokens, named)
 
@@ -170,14 +168,12 @@ def is_cut_marker(text: str, markers: Collection[str], stops: Collection[str]) -
 
 
 def stop_strings(request: Any) -> list[str]:
-    """Returns the stop strings of an HTTP request as a list, whether it has none, one or
-    several."""
+    """Returns the stop strings of an HTTP request as a list, whether none, one or several."""
     stop = getattr(request, "stop", None) or []
     return [stop] if isinstance(stop, str) else stop
 
 
 def overlap_length(text: str, word: str) -> int:
-    """Returns the length of the longest end of `text` that is the beginning of `word`, but not all
-    of it."""
+    """Returns the length of the longest end of `text` that begins `word`, but is not all of it."""
     lengths = range(min(len(text), len(word) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(word[:n])), 0)

@@ -58,8 +58,7 @@ class GemmaReasoningParser(Gemma4ParserReasoningAdapter):
         self._reader = self._make_reader()
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
-        """Returns the reasoning and the content of a whole answer; None in the place of an empty
-        one."""
+        """Returns the reasoning and the content of a whole answer; None for an empty one."""
         reader = self._make_reader()
         begun = reader.read_piece(model_output)
         is_cut = is_cut_marker(reader.rest, reader.markers, stop_strings(request))
@@ -107,8 +106,7 @@ class ReasoningReader:
     that begins a call does this: a grammar takes what follows any other for reasoning, too."""
 
     def __init__(self, markers: Collection[str], *, begins_open: bool) -> None:
-        """Starts outside of reasoning, or with `begins_open` inside. `markers` are texts that are
-        not shown."""
+        """Starts outside of reasoning, or with `begins_open` inside. `markers` are not shown."""
         self.markers = markers
         self._marker = re.compile("|".join(map(re.escape, markers)))
         self._thinks = begins_open

@@ -16,7 +16,6 @@ from vllm.entrypoints.generate.base.protocol import (
     FunctionCall,
     ToolCall,
 )
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.parser.abstract_parser import structured_outputs_to_format
 from vllm.renderers.chat_utils import make_tool_call_id
@@ -27,6 +26,7 @@ from vllm.tool_parsers.utils import get_function_tools
 
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
 from vllm_dllm.requests.gemma_reader import GemmaReader, find_markers, stop_strings
+from vllm_dllm.requests.limits import refusal
 
 logger = init_logger(__name__)
 
@@ -161,9 +161,8 @@ def calls_format(request: Any) -> dict[str, Any] | None:
             names = [getattr(choice, "function", choice).name]
             is_required = is_single = True
     if unknown := [name for name in names if name not in functions]:  # of allowed_tools
-        raise VLLMValidationError(
-            f"tool_choice must name one of the tools {sorted(functions)}, got {unknown[0]!r}.",
-            parameter="tool_choice",
+        raise refusal(
+            f"tool_choice must name one of the tools {sorted(functions)}, got {unknown[0]!r}."
         )
     if not names:
         return None

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
-from vllm_dllm.requests.limits import begin_http_request
+from vllm_dllm.requests.limits import begin_http_request, refusal
 from vllm_dllm.requests.options import KEYS, PREFIX, parse_values
 from vllm_dllm.requests.prediction import move_openai_prediction
 
@@ -53,11 +53,8 @@ def check_request_body(
     """Checks the body of a request for an answer, on any route, before vLLM reads it. Starts the
     sums of `limits.begin_http_request`. Copies OpenAI's `prediction` to our key, in place.
     `parses_tool_calls`: the server looks for calls in the answers. `forces_tool_calls`: it can
-    constrain an answer to a call.
-
-    Raises:
-        VLLMValidationError: answered with HTTP 400; says what came and what to do.
-    """
+    constrain an answer to a call. Raises VLLMValidationError, which is answered with HTTP 400; it
+    says what came and what to do."""
     begin_http_request()
     for place, name in _names_in_body(body):
         if (key := _find_key(name)) is not None:
@@ -81,11 +78,8 @@ def check_request_body(
 def check_body_without_xargs(body: dict[str, Any]) -> None:
     """Checks the body of a request on a route without `vllm_xargs`, before vLLM reads it: one for
     scores, or of tokens, whose `sampling_params` may have keys in `extra_args`. Begins an HTTP
-    request for `limits`, whose prompts do not add up: a score is not an answer.
-
-    Raises:
-        VLLMValidationError: answered with HTTP 400; says what came and what to do.
-    """
+    request for `limits`, whose prompts do not add up: a score is not an answer. Raises
+    VLLMValidationError, which is answered with HTTP 400; it says what came and what to do."""
     begin_http_request(adds_up=False)
     names = (
         (name, _describe(place))
@@ -99,15 +93,13 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         own_place = "Put it into sampling_params.extra_args"
         remedy = own_place if "sampling_params" in body else "Leave it out"
         raise VLLMValidationError(
-            f"{name} has no effect in {place} on this route. {remedy}.",
-            parameter=name,
+            f"{name} has no effect in {place} on this route. {remedy}.", parameter=name
         )
 
 
 def check_text(raw: bytes) -> None:
-    """Raises VLLMValidationError if a text in the JSON `raw`, a request's body, has half of a
-    surrogate pair, which JSON can write but no tokenizer can read. Leaves what is not JSON to the
-    route."""
+    """Raises VLLMValidationError if a text in `raw`, a request's body, has half of a surrogate
+    pair, which JSON can write but no tokenizer can read. Leaves what is not JSON to the route."""
     if not _SURROGATE.search(raw):
         return
     try:
@@ -132,20 +124,12 @@ def refuse_beam_search() -> None:
 
 
 def wrong_type_error(parameter: str, value: Any) -> VLLMValidationError:
-    """Returns the error for a parameter of a body whose value has a wrong type. Does not raise
-    it."""
+    """Returns, not raises, the error for a parameter of a body whose value has a wrong type."""
     return VLLMValidationError(
         f"{parameter} has another type than is expected, got {reprlib.repr(value)}. Correct it or "
         f"leave it out.",
         parameter=parameter,
     )
-
-
-def key_error(error: ValueError) -> VLLMValidationError:
-    """Returns the error for a mistake in a request's keys, whose message begins with the key, in
-    quotes if it is no plain word. Does not raise it."""
-    first = re.match(r"'[^']*'|\S+", message := str(error))
-    return VLLMValidationError(message, parameter=first and first[0].strip("'"))
 
 
 _Place = tuple[Any, str] | None
@@ -164,9 +148,8 @@ def _describe(place: _Place) -> str:
 
 
 def _names_in_body(body: dict[str, Any]) -> Iterator[tuple[_Place, str]]:
-    """Yields pairs for the names in a body: the place of the object that has the name, and the
-    name. Leaves out names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a
-    user's content."""
+    """Yields for each name in a body the place of the object that has it, and the name. Leaves out
+    names in `vllm_xargs`, which `_check_xargs` checks, and names inside of a user's content."""
     values: list[tuple[_Place, Any]] = [(None, body)]
     for place, value in values:  # which grows
         if isinstance(value, list):
@@ -210,7 +193,7 @@ def _check_xargs(keys: dict[str, Any]) -> None:
     try:
         parse_values(keys)
     except ValueError as error:
-        raise key_error(error) from error
+        raise refusal(str(error)) from error
 
 
 def _check_parts(messages: Any) -> None:
@@ -223,11 +206,10 @@ def _check_parts(messages: Any) -> None:
         if not isinstance(value, dict):
             continue
         if value.get("image_pil") is not None:
-            raise VLLMValidationError(
+            raise refusal(
                 "image_pil is for programs that call vLLM in Python, got it in a request. Send "
                 'the image as {"type": "image_url", "image_url": {"url": "data:image/png;base64,'
-                '…"}}.',
-                parameter="image_pil",
+                '…"}}.'
             )
         name, inner = "input_audio", value.get("input_audio") or {}
         if value.get("type") == "image":
@@ -244,17 +226,15 @@ def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: 
     if kind not in (None, "auto", "none"):
         if forces_tool_calls:
             return
-        raise VLLMValidationError(
+        raise refusal(
             f"tool_choice must be 'auto' or 'none' on this server, got {choice!r}: it has no "
             "tool parser that tells the form of a call. Start it with a --tool-call-parser that "
             "does, such as gemma4_strict or, for calls in JSON, hermes, or ask for the call in the "
-            "prompt.",
-            parameter="tool_choice",
+            "prompt."
         )
     if kind != "none" and not parses_tool_calls:
-        raise VLLMValidationError(
+        raise refusal(
             "tools need a server that looks for calls in the answers, and this one does not. Start "
             "it with --enable-auto-tool-choice and --tool-call-parser, leave tools out, or set "
-            "tool_choice to 'none'.",
-            parameter="tools",
+            "tool_choice to 'none'."
         )

@@ -7,6 +7,7 @@ becomes HTTP 400. It names the limit, what came, and the setting that changes th
 """
 
 import math
+import re
 import reprlib
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -23,6 +24,13 @@ from vllm_dllm.compat.admission import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS
 from vllm_dllm.config.checks import MAX_COUNT
 from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests.options import RequestOptions
+
+
+def refusal(message: str) -> VLLMValidationError:
+    """Returns the error for a request, whose message begins with the parameter or the key that it
+    is about, in quotes if that is no plain word. It becomes HTTP 400. Does not raise it."""
+    first = re.match(r"'[^']*'|\S+", message)
+    return VLLMValidationError(message, parameter=first and first[0].strip("'"))
 
 
 @dataclass
@@ -69,11 +77,10 @@ def check_request_limits(
     _check_limit("logit_bias", "tokens", len(params.logit_bias or ()), limits.logit_bias)
     width = options.canvas_length or limits.canvas_length
     if width < limits.canvas_length and not options.read_only:  # its answer is one canvas
-        raise VLLMValidationError(
+        raise refusal(
             f"diffusion_canvas_length must be at least {limits.canvas_length} on this server, got "
             f"{width}: a canvas takes as many steps for a few tokens as for many. Ask for a wider "
-            f"one, or start the server with a lower limits.canvas_length.",
-            parameter="diffusion_canvas_length",
+            f"one, or start the server with a lower limits.canvas_length."
         )
 
 
@@ -85,11 +92,10 @@ def check_prediction_text(limits: RequestLimits, options: RequestOptions, tokeni
         return
     most = limits.prediction * tokenizer.max_chars_per_token  # of vLLM's, which limits prompts so
     if len(text) > most:
-        raise VLLMValidationError(
+        raise refusal(
             f"prediction must ask for at most {limits.prediction} tokens on this server, got a "
             f"text of {len(text)} characters, where {most} have room. Ask for less, or start the "
-            f"server with a higher limits.prediction.",
-            parameter="prediction",
+            f"server with a higher limits.prediction."
         )
 
 
@@ -117,10 +123,9 @@ def check_token_limits(
 def _check_limit(name: str, unit: str, value: int, most: int) -> None:
     """Raises VLLMValidationError if a parameter asks for more than the limit `most`."""
     if value > most:
-        raise VLLMValidationError(
+        raise refusal(
             f"{name} must ask for at most {most} {unit} on this server, got {value}. Ask for less, "
-            f"or start the server with a higher limits.{name}.",
-            parameter=name,
+            f"or start the server with a higher limits.{name}."
         )
 
 
@@ -139,39 +144,34 @@ def check_numbers(params: SamplingParams) -> None:
     """Checks the numbers of a request for any model. Raises VLLMValidationError for numbers that
     the worker cannot store, or that would make logits infinite or NaN."""
     if (params.max_tokens or 0) > MAX_COUNT:  # the worker adds the prompt's length, in 32 bits
-        raise VLLMValidationError(
+        raise refusal(
             f"max_tokens must be at most {MAX_COUNT}, got {params.max_tokens}. Leave it out to get "
-            f"as many as the context has room for.",
-            parameter="max_tokens",
+            f"as many as the context has room for."
         )
     last = params.n - 1  # answer i, counted from 0, has the seed + i
     if params.seed is not None and not SMALLEST_INTEGER <= params.seed <= LARGEST_INTEGER - last:
-        raise VLLMValidationError(
+        raise refusal(
             f"seed must be from {SMALLEST_INTEGER} to {LARGEST_INTEGER - last} for n = {params.n}, "
-            f"got {params.seed}. Take a smaller one.",
-            parameter="seed",
+            f"got {params.seed}. Take a smaller one."
         )
     penalty = params.repetition_penalty
     if not 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY:
-        raise VLLMValidationError(
+        raise refusal(
             f"repetition_penalty must be from {1 / LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}, got "
-            f"{penalty!r}. 1 is none, and 2 is much.",
-            parameter="repetition_penalty",
+            f"{penalty!r}. 1 is none, and 2 is much."
         )
     for token, value in (params.logit_bias or {}).items():
         if not math.isfinite(value):
-            raise VLLMValidationError(
+            raise refusal(
                 f"logit_bias must be numbers from -100 to 100, got {value!r} for token {token}. "
-                f"Use allowed_token_ids or bad_words to exclude tokens.",
-                parameter="logit_bias",
+                f"Use allowed_token_ids or bad_words to exclude tokens."
             )
     for name in params.__struct_fields__:
         number = getattr(params, name)
         if isinstance(number, int) and not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
-            raise VLLMValidationError(
+            raise refusal(
                 f"{name} must be from {SMALLEST_INTEGER} to {LARGEST_INTEGER}, got {number}. Take "
-                f"another value or leave it out.",
-                parameter=name,
+                f"another value or leave it out."
             )
 
 
@@ -181,10 +181,9 @@ def check_embeddings(embeddings: torch.Tensor | None) -> None:
     block: their answers would be wrong."""
     if embeddings is None or (embeddings.abs() <= LARGEST_EMBEDDING).all():  # False for NaN
         return
-    raise VLLMValidationError(
+    raise refusal(
         f"prompt_embeds must be from {-LARGEST_EMBEDDING:g} to {LARGEST_EMBEDDING:g}, got "
-        f"{embeddings.min():g} to {embeddings.max():g}. Correct them.",
-        parameter="prompt_embeds",
+        f"{embeddings.min():g} to {embeddings.max():g}. Correct them."
     )
 
 
@@ -197,10 +196,9 @@ def check_repetition_detection(params: SamplingParams) -> None:
         return
     size, count = max(wanted.max_pattern_size, 1), wanted.min_count
     if size * count > MOST_REPEATED:
-        raise VLLMValidationError(
+        raise refusal(
             f"repetition_detection must look at no more than {MOST_REPEATED} tokens, "
-            f"max_pattern_size times min_count, got {size} times {count}. Lower one of them.",
-            parameter="repetition_detection",
+            f"max_pattern_size times min_count, got {size} times {count}. Lower one of them."
         )
 
 
@@ -215,10 +213,9 @@ def check_sampler_limits(params: SamplingParams) -> None:
         ("bad_words", bad_words, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, ""),
     ):
         if count > most:
-            raise VLLMValidationError(
+            raise refusal(
                 f"{key} must have at most {most} tokens on this server, got {count}. Name "
-                f"fewer{remedy}.",
-                parameter=key,
+                f"fewer{remedy}."
             )
 
 
@@ -237,12 +234,11 @@ def check_allowed_tokens(params: SamplingParams, *, is_constrained: bool = False
         left -= params.all_stop_token_ids
         culprits.append("min_tokens")
     if not left:
-        raise VLLMValidationError(
+        raise refusal(
             f"{key} must leave a token that {' and '.join(culprits)} do not exclude, got "
             f"{reprlib.repr(sorted(allowed))} with "
             + " and ".join(f"{name} = {getattr(params, name)!r}" for name in culprits)
-            + ". Allow another token, or leave out one of them.",
-            parameter=key,
+            + ". Allow another token, or leave out one of them."
         )
 
 
@@ -264,10 +260,9 @@ def check_logprobs(params: SamplingParams, vocab_size: int) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None and count > vocab_size:
-            raise VLLMValidationError(
+            raise refusal(
                 f"{name} must be at most {vocab_size}, the tokens of the vocabulary, got {count}. "
-                f"Ask for less, or for -1, which is all of them.",
-                parameter=name,
+                f"Ask for less, or for -1, which is all of them."
             )
 
 

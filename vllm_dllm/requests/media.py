@@ -162,8 +162,7 @@ class MediaKind:
             )
 
     def check_media_type(self, media_type: str) -> None:
-        """Raises VLLMValidationError unless a MIME type is of this kind. An empty type is
-        allowed."""
+        """Raises VLLMValidationError unless a MIME type is of this kind, or empty."""
         if media_type and not media_type.lower().startswith(f"{self.name}/"):
             raise self.error(
                 f"{self.subject}'s media type must begin with {self.name}/, got "
@@ -193,8 +192,7 @@ class MediaKind:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Turns the errors of a bad URL or connection inside of the block into
-        VLLMValidationError."""
+        """Turns errors of a bad URL or connection inside of the block into VLLMValidationError."""
         try:
             yield
         except (OSError, aiohttp.ClientError, requests.RequestException) as error:

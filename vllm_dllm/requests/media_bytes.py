@@ -28,14 +28,7 @@ from vllm.multimodal.video import VideoBackend
 from vllm.multimodal.video_decoders.base import VideoSourceMetadata, VideoTargetMetadata
 from vllm.multimodal.video_decoders.opencv import cv2
 
-from vllm_dllm.requests.media import (
-    IMAGE,
-    MAX_BYTES,
-    MAX_FRAMES,
-    VIDEO,
-    MediaKind,
-    sample_frame_indices,
-)
+from vllm_dllm.requests import media
 
 MAX_PIXELS = 50_000_000
 """The most pixels of an image. Decoded they take 150 MB."""
@@ -57,20 +50,20 @@ class CarefulImageIO(ImageMediaIO):
 
     def get_max_bytes(self) -> int:
         """Returns the most bytes that vLLM may fetch for an image."""
-        return MAX_BYTES
+        return media.MAX_BYTES
 
     def load_base64(self, media_type: str, data: str) -> Any:
-        IMAGE.check_media_type(media_type)
+        media.IMAGE.check_media_type(media_type)
         return super().load_base64(media_type, data)
 
     def load_file(self, filepath: Path) -> Any:
-        IMAGE.check_file(filepath)
+        media.IMAGE.check_file(filepath)
         return super().load_file(filepath)
 
     def load_bytes(self, data: bytes) -> Any:
         """Returns the decoded image of a file's bytes."""
-        IMAGE.check_num_bytes(len(data))
-        with IMAGE.decoding():
+        media.IMAGE.check_num_bytes(len(data))
+        with media.IMAGE.decoding():
             try:
                 with open_image(BytesIO(data)) as image:
                     if image.width * image.height > self.max_pixels:
@@ -78,7 +71,7 @@ class CarefulImageIO(ImageMediaIO):
                     # A photograph of several sizes is no animation: cameras write such JPEGs.
                     is_photograph = image.format in ("JPEG", "MPO")
                     if not is_photograph and getattr(image, "is_animated", False):
-                        raise IMAGE.error(
+                        raise media.IMAGE.error(
                             "An image must be a single picture, got several frames or pages. Send "
                             "the one that is meant."
                         )
@@ -88,7 +81,7 @@ class CarefulImageIO(ImageMediaIO):
 
     def _too_large(self, size: str) -> VLLMValidationError:
         """Returns the error for an image of too many pixels. Does not raise it."""
-        return IMAGE.error(
+        return media.IMAGE.error(
             f"An image may have at most {self.max_pixels} pixels, got {size}. Send a smaller one: "
             f"the model sees it much smaller anyway."
         )
@@ -115,10 +108,9 @@ class CarefulVideoIO(VideoMediaIO):
     @classmethod
     def with_options_of(cls, media_io: VideoMediaIO) -> "CarefulVideoIO":
         """Returns a new reader with the options of one of vLLM's readers, for at most `MAX_FRAMES`
-        frames. vLLM's default decoder is replaced by `EvenFramesBackend`; one that the user chose
-        stays."""
+        frames. Its default decoder becomes `EvenFramesBackend`; one that the user chose stays."""
         limit = media_io.num_frames  # 0 or less: none
-        num_frames = limit if 0 < limit < MAX_FRAMES else MAX_FRAMES
+        num_frames = limit if 0 < limit < media.MAX_FRAMES else media.MAX_FRAMES
         image_io = CarefulFrameIO.with_options_of(media_io.image_io)
         made = cls(image_io, num_frames, **media_io.kwargs)
         # A user may have chosen another loader than vLLM's default.
@@ -128,37 +120,37 @@ class CarefulVideoIO(VideoMediaIO):
 
     def get_max_bytes(self) -> int:
         """Returns the most bytes that vLLM may fetch for a video."""
-        return MAX_BYTES
+        return media.MAX_BYTES
 
     def load_base64(self, media_type: str, data: str) -> Any:
         """Returns the decoded video of a data URL: a file, or with the type video/jpeg single JPEGs
         with commas between them."""
-        VIDEO.check_media_type(media_type)
+        media.VIDEO.check_media_type(media_type)
         if media_type.lower() != "video/jpeg":
             return super().load_base64(media_type, data)
-        VIDEO.check_num_bytes(len(data) * 3 // 4)
+        media.VIDEO.check_num_bytes(len(data) * 3 // 4)
         if (count := data.count(",") + 1) > self.num_frames:
-            raise VIDEO.error(
+            raise media.VIDEO.error(
                 f"A video of single JPEGs may have at most {self.num_frames} frames, got {count}. "
                 f"Leave some out."
             )
-        with VIDEO.decoding():
+        with media.VIDEO.decoding():
             return super().load_base64(media_type, data)
 
     def load_file(self, filepath: Path) -> Any:
-        VIDEO.check_file(filepath)
+        media.VIDEO.check_file(filepath)
         return super().load_file(filepath)
 
     def load_bytes(self, data: bytes) -> Any:
         """Returns the decoded video of a file's bytes, which must be those of a container file."""
-        VIDEO.check_num_bytes(len(data))
+        media.VIDEO.check_num_bytes(len(data))
         if not _is_container(data):
-            raise VIDEO.error(
+            raise media.VIDEO.error(
                 "A video must be an MP4, MOV, WebM, Matroska or AVI file, got another format. "
                 "Convert it, or send its frames as data:video/jpeg;base64,… with a comma between "
                 "two."
             )
-        with VIDEO.decoding():
+        with media.VIDEO.decoding():
             return super().load_bytes(data)
 
 
@@ -172,8 +164,7 @@ def _is_container(data: bytes) -> bool:
 
 
 class EvenFramesBackend(VideoBackend):
-    """vLLM's decoder of video files, which decodes the frames that transformers' processor would
-    take."""
+    """vLLM's decoder of video files, for the frames that transformers' processor would take."""
 
     @classmethod
     def compute_frames_index_to_sample(
@@ -183,14 +174,14 @@ class EvenFramesBackend(VideoBackend):
         VLLMValidationError if the file has no frames or too many."""
         total = source.total_frames_num
         if not 0 < total <= MAX_FILE_FRAMES:
-            raise VIDEO.error(
+            raise media.VIDEO.error(
                 f"A video's file must have 1 to {MAX_FILE_FRAMES} frames, got {total}. Send a "
                 f"whole one, a part of it, or one with fewer frames a second."
             )
         count = min(target.num_frames, total)
         if target.fps > 0:
             count = min(count, max(1, int(source.duration * target.fps)))
-        return sample_frame_indices(total, count)
+        return media.sample_frame_indices(total, count)
 
     @classmethod
     def read_frames(
@@ -204,15 +195,15 @@ class EvenFramesBackend(VideoBackend):
             int(cap.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         )
         if width * height > MAX_FRAME_PIXELS:
-            raise VIDEO.error(
+            raise media.VIDEO.error(
                 f"A video's frames may have at most {MAX_FRAME_PIXELS} pixels, got {width} x "
                 f"{height}. Send a smaller one: the model sees them much smaller anyway."
             )
         frames, indices = super().read_frames(cap, frame_idx, total_frames_num, **options)
         if not indices or len(indices) < len(frame_idx) - 1:
-            raise VIDEO.error(
+            raise media.VIDEO.error(
                 f"The video cannot be read: {len(frame_idx)} frames of it were to be seen, and "
-                f"{len(indices)} can be. Send {VIDEO.replacement}."
+                f"{len(indices)} can be. Send {media.VIDEO.replacement}."
             )
         return frames, indices
 
@@ -244,10 +235,10 @@ class CarefulConnector(MediaConnector):
         with kind.fetching():
             return await super().load_from_url_async(url, _careful_media_io(media_io), **options)
 
-    def _check_url(self, url: str, media_io: Any) -> MediaKind:
+    def _check_url(self, url: str, media_io: Any) -> media.MediaKind:
         """Returns the kind of media that vLLM's reader `media_io` reads. Raises VLLMValidationError
         if this server does not read such URLs, or a data URL is not in base64."""
-        kind = VIDEO if isinstance(media_io, VideoMediaIO) else IMAGE
+        kind = media.VIDEO if isinstance(media_io, VideoMediaIO) else media.IMAGE
         if not isinstance(url, str):  # in a part that vLLM does not check
             raise kind.error(
                 f"{kind.subject}'s URL must be a text, got {reprlib.repr(url)}. Send it as "

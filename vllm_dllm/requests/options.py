@@ -14,16 +14,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Strict
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.config import checks
 from vllm_dllm.config.architectures import Family, takes_acceptance
-from vllm_dllm.config.checks import (
-    Boolean,
-    Integer,
-    Number,
-    describe_unknown_name,
-    normalize_name,
-    parse_settings,
-    settings,
-)
 from vllm_dllm.config.denoise import HIGHEST_TEMPERATURE, LOWEST_MAXIMUM, MOST_STEPS, Nats
 from vllm_dllm.config.extension import WindowRule
 from vllm_dllm.config.step_sizes import narrowed_width
@@ -55,23 +47,23 @@ class RequestKey:
 _OF_MASKED = RequestKey(by_server=True, masked=True, uniform=False)
 # JSON's booleans arrive as 0 and 1 in vllm_xargs.
 _Flag = Annotated[
-    Boolean,
+    checks.Boolean,
     BeforeValidator(lambda value: value == 1 if type(value) is int and value in (0, 1) else value),
     "a boolean (or 0/1)",
 ]
-_Count = Annotated[Integer, Ge(1), Le(MOST_STEPS)]
-_CountOrNone = Annotated[Integer, Ge(0), Le(MOST_STEPS)]
-_Probability = Annotated[Number, Gt(0), Le(1)]
-_ProbabilityOrZero = Annotated[Number, Ge(0), Le(1)]
-_Temperature = Annotated[Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
-_Tokens = Annotated[list[Integer], "a list of token ids"]
-_Positions = Annotated[list[Integer], "a list of canvas positions"]
-_Text = Annotated[Annotated[str, Strict()] | list[Integer], "a text or a list of token ids"]
+_Count = Annotated[checks.Integer, Ge(1), Le(MOST_STEPS)]
+_CountOrNone = Annotated[checks.Integer, Ge(0), Le(MOST_STEPS)]
+_Probability = Annotated[checks.Number, Gt(0), Le(1)]
+_ProbabilityOrZero = Annotated[checks.Number, Ge(0), Le(1)]
+_Temperature = Annotated[checks.Number, Ge(LOWEST_MAXIMUM), Le(HIGHEST_TEMPERATURE)]
+_Tokens = Annotated[list[checks.Integer], "a list of token ids"]
+_Positions = Annotated[list[checks.Integer], "a list of canvas positions"]
+_Text = Annotated[Annotated[str, Strict()] | list[checks.Integer], "a text or a list of token ids"]
 AcceptanceRule = Literal["entropy_bound", "confidence", "top_k", "in_order", "verified"]
 Mode = Literal["diffusion", "self_speculation", "autoregressive"]
 
 
-@settings
+@checks.settings
 class RequestOptions:
     """The options of one request. None means the server's setting."""
 
@@ -105,11 +97,11 @@ class RequestOptions:
     stream_canvases: Annotated[_Flag, RequestKey(masked=True)] = False
 
     # Set by the scheduler, since the worker's copy of the configuration may differ from its own.
-    joins_commits: Boolean = False
+    joins_commits: checks.Boolean = False
     """Whether a finished block is committed in the same forward as the next block's first step."""
-    fits_canvases: Boolean = False
+    fits_canvases: checks.Boolean = False
     """Whether canvases are narrowed to the number of tokens that the answer may still get."""
-    is_counted: Boolean = False
+    is_counted: checks.Boolean = False
     """Whether the metrics count this request's canvases."""
     reasoning: tuple[frozenset[int], frozenset[int], frozenset[int], bool] | None = None
     """The fields of `grammar.state.Reasoning`, for reasoning before a structured output."""
@@ -144,7 +136,7 @@ class RequestOptions:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every token is chosen autoregressively (`step.masked.verified_step`)."""
+        """Whether every token is chosen autoregressively (`step.masked.seeded_step`)."""
         return self.mode != "diffusion"
 
     @property
@@ -198,7 +190,7 @@ def parse_keys(
     for key, value in values.items():
         _check_key(key, value, family)
     parsed = parse_values(values)  # without defaults, which must not complete a request's keys
-    return parse_settings(RequestOptions, {**defaults, **parsed}, PREFIX)
+    return checks.parse_settings(RequestOptions, {**defaults, **parsed}, PREFIX)
 
 
 def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +201,7 @@ def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in given.items()
         if key in KEYS and value is not None
     }
-    parse_settings(RequestOptions, values, PREFIX)
+    checks.parse_settings(RequestOptions, values, PREFIX)
     return values
 
 
@@ -267,7 +259,9 @@ def _unknown_key_message(key: str, known: Iterable[str], shown: str = "") -> str
     if that is not a request."""
     names = [one.removeprefix(PREFIX) for one in known]
     shown = shown or (key if key.split() == [key] else repr(key))
-    return describe_unknown_name(normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown)
+    return checks.describe_unknown_name(
+        checks.normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown
+    )
 
 
 def load_options(params: SamplingParams | None) -> RequestOptions | None:
@@ -276,24 +270,10 @@ def load_options(params: SamplingParams | None) -> RequestOptions | None:
     return None if own is None else RequestOptions(**own)
 
 
-def is_read_only(params: SamplingParams | None) -> bool:
-    """Returns whether a request emits its first canvas without a commit and then ends."""
-    return (_stored_fields(params) or {}).get("read_only", False)
-
-
-def fits_canvases(params: SamplingParams | None) -> bool:
-    """Returns `RequestOptions.fits_canvases` of a request; False if it was not admitted."""
-    return (_stored_fields(params) or {}).get("fits_canvases", False)
-
-
-def http_request(params: SamplingParams | None) -> str | None:
-    """Returns `RequestOptions.http_request` of a request; None if it was not admitted."""
-    return (_stored_fields(params) or {}).get("http_request")
-
-
-def verifies_drafts(params: SamplingParams | None) -> bool:
-    """Returns whether a request's acceptance is "verified"; False if it was not admitted."""
-    return (_stored_fields(params) or {}).get("acceptance") == "verified"
+def load_option(params: SamplingParams | None, name: str) -> Any:
+    """Returns one of the options that admission stored, in less time than all of them; its default
+    without admission."""
+    return (_stored_fields(params) or {}).get(name, _DEFAULTS[name])
 
 
 def _stored_fields(params: SamplingParams | None) -> Mapping[str, Any] | None:

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from vllm_dllm.requests.limits import refusal
 from vllm_dllm.requests.options import PREDICTION
 
 
 def encode_prediction(prediction: str | list[int], tokenizer: Any) -> list[int]:
-    """Returns the token ids of a prediction, without special tokens around a text. A list is
-    returned as it is."""
+    """Returns a prediction's token ids, of a text without special tokens. A list stays as it is."""
     if isinstance(prediction, list):
         return prediction
     return list(_encode_text(prediction, tokenizer))
@@ -30,29 +29,22 @@ def _encode_text(text: str, tokenizer: Any) -> tuple[int, ...]:
 def move_openai_prediction(body: dict[str, Any]) -> None:
     """Copies the text of OpenAI's `prediction` in a request's body to our key in `vllm_xargs`, in
     place. Does nothing without a `prediction`, or if `vllm_xargs` is no object, which vLLM refuses.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; `prediction` is not of the published form, or the
-            request also has our key.
-    """
+    Raises VLLMValidationError, which becomes HTTP 400, if `prediction` is not of the published
+    form, or the request also has our key."""
     prediction = body.get("prediction")
     if prediction is None:
         return
     text = _prediction_text(prediction)
     if text is None:
-        raise VLLMValidationError(
+        raise refusal(
             'prediction must be {"type": "content", "content": ...} with a text or a list of '
-            f"parts of type text, got {reprlib.repr(prediction)}.",
-            parameter="prediction",
+            f"parts of type text, got {reprlib.repr(prediction)}."
         )
     own = body.get("vllm_xargs") or {}
     if not isinstance(own, dict):
         return  # vLLM refuses it
     if own.get(PREDICTION) is not None:
-        raise VLLMValidationError(
-            f"prediction and {PREDICTION} in vllm_xargs are the same. Leave one out.",
-            parameter="prediction",
-        )
+        raise refusal(f"prediction and {PREDICTION} in vllm_xargs are the same. Leave one out.")
     body["vllm_xargs"] = {**own, PREDICTION: text}
 
 
@@ -90,8 +82,7 @@ class AcceptedTokenCounter:
         self._rows: dict[Any, int] = {}  # answer -> its integer of bits
 
     def add_tokens(self, answer: Any, tokens: Sequence[int]) -> None:
-        """Counts the next tokens of an answer. `answer` is any hashable value that tells answers
-        apart."""
+        """Counts the next tokens of an answer. `answer`: any hashable value that tells it apart."""
         row = self._rows.get(answer, self._all)
         for token in tokens:
             if places := self._places.get(token):
@@ -100,8 +91,7 @@ class AcceptedTokenCounter:
         self._rows[answer] = row
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of accepted and rejected tokens, summed over all answers, under
-        OpenAI's names."""
+        """Returns the numbers of accepted and rejected tokens of all answers, by OpenAI's names."""
         rejected = sum(row.bit_count() for row in self._rows.values())
         predicted = len(self._rows) * self._all.bit_length()
         return {
@@ -114,8 +104,7 @@ def make_accepted_token_counter(
     params: SamplingParams, tokenizer: Any
 ) -> AcceptedTokenCounter | None:
     """Returns a counter of how much of a request's prediction its answers contain; None if the
-    request has no prediction. `params` are those that `admit` has checked, as the client sent
-    them."""
+    request has no prediction. `params`: the client's, which `admit` has checked."""
     prediction = (params.extra_args or {}).get(PREDICTION)
     if prediction is None:
         return None

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from vllm_dllm.grammar.gemma_calls import calls_rule
-from vllm_dllm.grammar.lark import LarkRules, quote_literal
+from vllm_dllm.grammar.gemma_calls import LarkRules, calls_rule, quote_literal
 
 _ANY_TEXT = r"/(.|\n)*/"
 
@@ -41,12 +40,8 @@ class _Format(NamedTuple):
 
 def structural_tag_to_lark(tag: Mapping[str, Any]) -> str:
     """Returns the text of the grammar for a tag: an object with `format`, or with `structures` and
-    `triggers`.
-
-    Raises:
-        ValueError: a format or one of its options is unknown; the message says where.
-        KeyError: a format lacks a key.
-    """
+    `triggers`. Raises ValueError if a format or one of its options is unknown, whose message says
+    where, and KeyError if a format lacks a key."""
     lark = LarkRules()
     node = tag["format"] if "format" in tag else _convert_older_form(tag)
     return lark.to_text(_add_format_rule(_Format(lark, node, "format")))
@@ -69,13 +64,9 @@ def _convert_older_form(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _add_format_rule(form: _Format) -> str:
-    """Adds the rule for a format to its grammar, and returns the rule's name.
-
-    Raises:
-        ValueError: the type, an option or a value of this format, or of one inside of it, cannot be
-            used.
-        KeyError: such a format lacks a key.
-    """
+    """Adds the rule for a format to its grammar, and returns the rule's name. Raises ValueError if
+    the type, an option or a value of this format, or of one inside of it, cannot be used, and
+    KeyError if such a format lacks a key."""
     kind = form.node["type"]
     if kind not in _BODY_BY_TYPE:
         raise ValueError(f"{form.path}.type must be one of {sorted(_BODY_BY_TYPE)}, got {kind!r}")
@@ -88,16 +79,14 @@ def _add_format_rule(form: _Format) -> str:
 
 
 def _json_schema_body(form: _Format) -> str:
-    """Returns the body for a JSON value that fits `json_schema`. Raises ValueError for another
-    style."""
+    """Returns the body for JSON that fits `json_schema`. Raises ValueError for another style."""
     if (style := form.node.get("style", "json")) != "json":
         raise ValueError(f"{form.path}.style must be 'json', got {style!r}")
     return f"%json {json.dumps(form.node['json_schema'])}"
 
 
 def _tag_body(form: _Format) -> str:
-    """Returns the body for a tag. Raises ValueError if `begin` is no text, and what
-    `_content_and_end` raises."""
+    """Returns the body for a tag. Raises ValueError if `begin` is no text, or for its content."""
     return f"{quote_literal(_begin_of(form.node, form.path))} {_content_and_end(form)}"
 
 
@@ -160,8 +149,7 @@ def _separated_tags_body(form: _Format) -> str:
 
 def _gemma4_calls_body(form: _Format) -> str:
     """Returns the body for tool calls in Gemma 4's syntax. The format has `functions`, each with
-    its `name` and the JSON schema of its `parameters`. Raises ValueError if a schema cannot be
-    used."""
+    `name` and the JSON schema of its `parameters`. Raises ValueError if a schema cannot be used."""
     return calls_rule(
         form.lark,
         {one["name"]: one["parameters"] for one in form.node["functions"]},

@@ -11,6 +11,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from vllm_dllm.compat import parsers
 from vllm_dllm.compat.grammar import (
     BACKEND,
     check_nesting,
@@ -19,21 +20,16 @@ from vllm_dllm.compat.grammar import (
     serialize_grammar,
     use_guidance,
 )
-from vllm_dllm.compat.parsers import (
-    NO_REASONING_ENDS,
-    ReasoningEnds,
-    find_reasoning_ends,
-    make_reasoning_parser,
-)
 from vllm_dllm.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
     check_grammar_size,
+    check_joined_patterns,
+    check_lark,
     check_schema_size,
 )
 from vllm_dllm.grammar.completion import certainly_has_no_completion, find_shortest_completion
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
+from vllm_dllm.grammar.masks import Exclusions
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.grammar.state import Reasoning
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
@@ -60,11 +56,8 @@ def check_structured_outputs(
 ) -> None:
     """Checks a request with structured outputs, once its bad words are tokens. Changes
     `params.structured_outputs`: replaces a structural tag by a grammar, and a JSON schema by one
-    with mended patterns, as text. Has vLLM use llguidance.
-
-    Raises:
-        VLLMValidationError: becomes HTTP 400; names the field, what is wrong, and where.
-    """
+    with mended patterns, as text. Has vLLM use llguidance. Raises VLLMValidationError, which
+    becomes HTTP 400; it names the field, what is wrong, and where."""
     if config.backend not in ("auto", BACKEND):
         raise _refusal(
             f"structured outputs of a diffusion model need the backend '{BACKEND}', and this "
@@ -110,11 +103,8 @@ def _check_and_mend(
 ) -> StructuredOutputsParams:
     """Returns the structured outputs for llguidance: with a grammar in the place of a structural
     tag, and with a JSON schema as text, with mended patterns. `kind` and `spec` are what
-    `_kind_and_spec` returns.
-
-    Raises:
-        ValueError, KeyError, TypeError: the grammar is too large, or malformed.
-    """
+    `_kind_and_spec` returns. Raises ValueError, KeyError or TypeError if the grammar is too large,
+    or malformed."""
     check_grammar_size(kind, spec)
     if kind == "choice" and not json.loads(spec):
         raise GrammarError("it must have a choice, got none")
@@ -162,13 +152,13 @@ def parse_exclusions(
 
 
 @lru_cache(maxsize=8)
-def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> ReasoningEnds | None:
+def _reasoning_ends(name: str, plugin: str, tokenizer: Any) -> parsers.ReasoningEnds | None:
     """Returns the tokens around the reasoning of the reasoning parser `name`, from the file
     `plugin` if it is not "". Cached. None: the parser takes everything for the answer."""
     config = StructuredOutputsConfig(reasoning_parser=name, reasoning_parser_plugin=plugin)
-    parser = make_reasoning_parser(config, tokenizer)
+    parser = parsers.make_reasoning_parser(config, tokenizer)
     assert parser is not None
-    return find_reasoning_ends(parser)
+    return parsers.find_reasoning_ends(parser)
 
 
 def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Reasoning | None:
@@ -179,7 +169,7 @@ def _reasoning_of_server(config: StructuredOutputsConfig, tokenizer: Any) -> Rea
     if not name or config.enable_in_reasoning:
         return None
     ends = _reasoning_ends(name, config.reasoning_parser_plugin, tokenizer)
-    if ends == NO_REASONING_ENDS:
+    if ends == parsers.NO_REASONING_ENDS:
         raise _refusal(
             "structured outputs of a diffusion model need a reasoning parser whose reasoning ends "
             f"with one token, and this server has --reasoning-parser {name}. Start it with another "
@@ -241,8 +231,7 @@ def _locate_complaint(spec: str, complaint: str) -> str:
 
 
 def _keys_and_texts(schema: Any, path: str = "#") -> Iterator[tuple[str, str]]:
-    """Yields pairs for each key and each text in a schema: its JSON pointer, and the key or text
-    itself."""
+    """Yields the JSON pointer of each key and each text in a schema, and the key or text itself."""
     if isinstance(schema, dict):
         for key, value in schema.items():
             yield f"{path}/{key}", key

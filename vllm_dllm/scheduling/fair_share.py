@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import Request
 
 from vllm_dllm.config.extension import RequestLimits
-from vllm_dllm.requests.options import http_request
+from vllm_dllm.requests.options import load_option
 
 _CANVASES_ON_CPUS = 2  # the default of `FairShare.canvases` on CPUs
 REMEMBERED_STEPS = 32
@@ -50,8 +50,7 @@ class FairShare:
         return _over_limit(self.canvases, running, names, Counter()) if self._is_shared else []
 
     def held_back(self, running: Iterable[Request], waiting: Iterable[Request]) -> list[Request]:
-        """Returns waiting requests that must not start in the next step. Called after
-        `sitting_out`."""
+        """Returns waiting requests that must not start next. Called after `sitting_out`."""
         counts, waiting = Counter(_http_requests(running)), list(waiting)
         most = self.canvases if self._is_shared else self.places
         return _over_limit(most, waiting, _http_requests(waiting), counts)
@@ -65,7 +64,10 @@ class FairShare:
 
 def _http_requests(requests: Iterable[Request]) -> list[str]:
     """Returns the name of the HTTP request that each request is part of. Offline each is one."""
-    return [http_request(request.sampling_params) or request.request_id for request in requests]
+    return [
+        load_option(request.sampling_params, "http_request") or request.request_id
+        for request in requests
+    ]
 
 
 def _over_limit(

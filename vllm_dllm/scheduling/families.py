@@ -1,6 +1,4 @@
-"""Answers the scheduler's questions about canvases, one class for each kind of model."""
-
-from typing import Any
+"""Answers the scheduler's questions about canvases, by where a model's blocks are counted from."""
 
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
@@ -9,28 +7,45 @@ from vllm_dllm.compat.scheduler import stock_canvas_width
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.config.step_sizes import narrowed_width
-from vllm_dllm.requests.options import fits_canvases, verifies_drafts
+from vllm_dllm.requests.options import load_option
 from vllm_dllm.scheduling.spared_forwards import has_own_steps, joins_canvases
 
 
 class CanvasFamily:
-    """Answers the scheduler's questions about the canvases of one kind of model. Here the answers
-    are those of vLLM's own scheduler; subclasses override some."""
+    """Answers the scheduler's questions about canvases that are counted from the prompt's end:
+    DiffusionGemma's, which begin as noise, and those of masked models whose known tokens are
+    causal. Of other masked models they are `AlignedBlocks`."""
 
-    is_seeded = False
-    """Whether a canvas' first token is known before its first step."""
-    fits_canvases = False
-    """Whether a request for few tokens may have a narrower canvas than others."""
-
-    def __init__(self, vllm_config: VllmConfig, canvas_length: int) -> None:
-        """`canvas_length`: of the served canvases, in tokens."""
-        self.canvas_length = canvas_length
-        self.joins_canvases = joins_canvases(vllm_config)
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        canvas_length: int,  # of the served canvases, in tokens
+        masked: MaskedConfig | None,  # None: DiffusionGemma
+    ) -> None:
+        self.vllm_config, self.canvas_length, self.masked = vllm_config, canvas_length, masked
+        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
+        self.fits_canvases = masked is None and extension.fit_canvas
+        """Whether a request for few tokens may have a narrower canvas than others."""
+        self.is_seeded = masked is not None and masked.family.is_seeded
+        """Whether a canvas' first token is known before its first step."""
+        is_causal = masked is not None and masked.family.is_causal
+        self.joins_canvases = joins_canvases(vllm_config) and not is_causal
         """Whether a canvas may share the forward of the tokens before it."""
 
     def check_server(self, block_size: int) -> None:
-        """Raises ValueError if the server's settings do not suit the canvases. `block_size`: tokens
-        of a page of the KV cache."""
+        """Raises ValueError if the server's settings do not suit the canvases: blocks of masked
+        models must be whole in pages of the KV cache, of `block_size` tokens, and be prefilled by
+        our worker."""
+        if self.masked is None:
+            return
+        self.masked.check_cache_page(block_size)
+        if not has_own_steps(self.vllm_config):
+            raise ValueError(
+                "A masked model needs our worker and steps that are not one CUDA graph, got "
+                f"--worker-cls {self.vllm_config.parallel_config.worker_cls} and cudagraph_mode "
+                f"{self.vllm_config.compilation_config.cudagraph_mode}: finished blocks are "
+                "prefilled. Leave them out."
+            )
 
     def canvas_width(self, request: Request) -> int:
         """Returns how many rows the current canvas of `request` has, or the next one if a block
@@ -38,8 +53,12 @@ class CanvasFamily:
         return self.num_answer_tokens(request)
 
     def num_answer_tokens(self, request: Request) -> int:
-        """Returns how many tokens of the answer the current canvas of `request` has."""
-        return int(stock_canvas_width(request, self.canvas_length))
+        """Returns how many tokens of the answer the current canvas of `request` has: vLLM's width,
+        narrowed to the tokens that may still come if the request fits canvases."""
+        width = int(stock_canvas_width(request, self.canvas_length))
+        if load_option(request.sampling_params, "fits_canvases"):
+            width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
+        return width
 
     def num_recomputed(self, num_known: int) -> int:
         """Returns how many of the `num_known` known tokens each step computes anew until their
@@ -65,74 +84,25 @@ class CanvasFamily:
 
     def may_narrow(self, request: Request) -> bool:
         """Returns whether the canvas of a running request may be narrower than its placeholders."""
-        return False
-
-
-class UniformCanvases(CanvasFamily):
-    """DiffusionGemma's canvases, which begin as noise behind the known tokens."""
-
-    def __init__(self, vllm_config: VllmConfig, canvas_length: int) -> None:
-        super().__init__(vllm_config, canvas_length)
-        extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
-        self.fits_canvases = extension.fit_canvas
-
-    def num_answer_tokens(self, request: Request) -> int:
-        """Returns vLLM's width, narrowed to the tokens that may still come if the request fits
-        canvases."""
-        width = super().num_answer_tokens(request)
-        if fits_canvases(request.sampling_params):
-            width = min(width, narrowed_width(request.max_tokens - request.num_output_tokens))
-        return width
-
-    def may_narrow(self, request: Request) -> bool:
         left = request.max_tokens - request.num_output_tokens
         return self.fits_canvases and left < len(request.spec_token_ids)
 
 
-class MaskedCanvases(CanvasFamily):
-    """A masked model's canvases, which begin as blocks of masks."""
-
-    def __init__(self, vllm_config: VllmConfig, canvas_length: int, masked: MaskedConfig) -> None:
-        super().__init__(vllm_config, canvas_length)
-        self.vllm_config, self.masked = vllm_config, masked
-        self.max_model_len = int(vllm_config.model_config.max_model_len)
-        self.is_seeded = masked.family.is_seeded
-
-    def check_server(self, block_size: int) -> None:
-        """Raises ValueError unless pages hold whole blocks and our worker prefills blocks."""
-        self.masked.check_cache_page(block_size)
-        if not has_own_steps(self.vllm_config):
-            raise ValueError(
-                "A masked model needs our worker and steps that are not one CUDA graph, got "
-                f"--worker-cls {self.vllm_config.parallel_config.worker_cls} and cudagraph_mode "
-                f"{self.vllm_config.compilation_config.cudagraph_mode}: finished blocks are "
-                "prefilled. Leave them out."
-            )
-
-
-class CausalBlocks(MaskedCanvases):
-    """Canvases of models whose known tokens are causal. Blocks are counted from the prompt's
-    end."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.joins_canvases = False
-
-
-class AlignedBlocks(MaskedCanvases):
+class AlignedBlocks(CanvasFamily):
     """Canvases of models whose tokens see their whole block. Blocks are counted from the request's
     first token, so the first canvas may share its block with the prompt.
 
     If drafts are verified in a second copy of the block, a canvas is one block, and the places of
-    the next one follow it for the copy (`step.masked.copied_step`). Where the context has no room
+    the next one follow it for the copy (`step.masked.drafting_step`). Where the context has no room
     for these, the canvas goes without.
     """
 
+    masked: MaskedConfig
+
     def canvas_width(self, request: Request) -> int:
         unit, width = self._unit(request), self.num_answer_tokens(request)
-        if self._has_copies(request) and request.num_tokens + width + unit <= self.max_model_len:
-            width += unit
-        return width
+        room = int(self.vllm_config.model_config.max_model_len) - request.num_tokens - width
+        return width + unit if self._has_copies(request) and unit <= room else width
 
     def num_answer_tokens(self, request: Request) -> int:
         unit = self._unit(request)
@@ -146,7 +116,8 @@ class AlignedBlocks(MaskedCanvases):
 
     def _has_copies(self, request: Request) -> bool:
         """Returns whether drafts of `request` are verified in a second copy of the block."""
-        return self.masked.verifies_copies and verifies_drafts(request.sampling_params)
+        rule = load_option(request.sampling_params, "acceptance")
+        return self.masked.verifies_copies and rule == "verified"
 
     def _unit(self, request: Request) -> int:
         """Returns at multiples of how many tokens canvases of `request` end."""
@@ -163,10 +134,7 @@ class AlignedBlocks(MaskedCanvases):
 
 
 def canvas_family(vllm_config: VllmConfig, canvas_length: int) -> CanvasFamily:
-    """Returns the family of the served model. `canvas_length`: of the served canvases, in
-    tokens."""
+    """Returns the family of the served model. `canvas_length`: of served canvases, in tokens."""
     masked = MaskedConfig.if_masked(vllm_config)
-    if masked is None:
-        return UniformCanvases(vllm_config, canvas_length)
-    kind = CausalBlocks if masked.family.is_causal else AlignedBlocks
-    return kind(vllm_config, canvas_length, masked)
+    is_aligned = masked is not None and not masked.family.is_causal
+    return (AlignedBlocks if is_aligned else CanvasFamily)(vllm_config, canvas_length, masked)

@@ -47,12 +47,15 @@ def end_before_image(features: Sequence[MultiModalFeatureSpec], end: int) -> int
     return end
 
 
-def append_blocks(
-    output: SchedulerOutput, request_id: str, block_ids: tuple[list[int], ...] | None
+def append_canvas(
+    output: SchedulerOutput, request_id: str, width: int, block_ids: tuple[list[int], ...] | None
 ) -> None:
-    """Adds cache blocks to what a planned step tells the worker of a request, in place.
-    `block_ids`: [KV cache groups][blocks], or None, which adds nothing. Raises ValueError if the
-    step does not schedule the request."""
+    """Adds a canvas to what a planned step tells the worker of a request, in place. `block_ids`,
+    [KV cache groups][blocks]: its new cache blocks, if there are any. Raises ValueError if the step
+    does not schedule the request."""
+    output.num_scheduled_tokens[request_id] += width
+    output.total_num_scheduled_tokens += width
+    output.scheduled_spec_decode_tokens[request_id] = [-1] * width
     if block_ids is None:
         return
     for new in output.scheduled_new_reqs:
@@ -67,8 +70,7 @@ def append_blocks(
 def _join_block_ids(
     before: tuple[list[int], ...] | None, added: tuple[list[int], ...]
 ) -> tuple[list[int], ...]:
-    """Returns the block ids of each KV cache group, `before` and then `added`. None: there were
-    none."""
+    """Returns the block ids of each KV cache group: `before`, if there were any, and `added`."""
     if before is None:
         return added
     return tuple([*group, *more] for group, more in zip(before, added, strict=True))

@@ -27,18 +27,17 @@ from vllm_dllm.compat.usage import start_step_counts
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.requests.ends import was_stop_foreseen
-from vllm_dllm.requests.options import is_read_only, load_options
+from vllm_dllm.requests.options import load_option, load_options
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter, CountedScheduling
 from vllm_dllm.scheduling.fair_share import FairShare
 from vllm_dllm.scheduling.families import canvas_family
-from vllm_dllm.scheduling.prompts import HeldPromptScores, append_blocks, end_before_image
-from vllm_dllm.scheduling.sessions import SessionScheduling
+from vllm_dllm.scheduling.prompts import HeldPromptScores, append_canvas, end_before_image
 from vllm_dllm.scheduling.spared_forwards import joins_commits, spares_last_commit
 
 logger = init_logger(__name__)
 
 
-class CanvasScheduling(CountedScheduling, SessionScheduling):
+class CanvasScheduling(CountedScheduling):
     """Mixed into both of vLLM's diffusion schedulers. Python resolves it after `AsyncScheduler`, so
     that class' accounting sees the canvases that are added here. Most methods are hooks of
     `compat.scheduler.SchedulerHooks`, which vLLM's scheduler calls during a step."""
@@ -65,8 +64,7 @@ class CanvasScheduling(CountedScheduling, SessionScheduling):
         self._prompt_scores = HeldPromptScores()
 
     def add_request(self, request: Request) -> None:
-        """Adds a request, and writes what this scheduler will do with it into its options for the
-        worker."""
+        """Adds a request, with what this scheduler will do to it in its options for the worker."""
         params = request.sampling_params
         if (options := load_options(params)) is not None:
             fitted = options.narrowing(params.max_tokens, self.num_spec_tokens)
@@ -99,15 +97,12 @@ class CanvasScheduling(CountedScheduling, SessionScheduling):
     # --- a prompt and its first canvas ------------------------------------------------------
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Adds the canvas of every request whose prefill a planned step completes to the step, in
-        place. A canvas for which the token budget or the KV cache has no room waits for the next
-        step."""
+        """Adds the canvas of every request whose prefill a planned step completes, in place. A
+        canvas for which the token budget or the KV cache has no room waits for the next step."""
         if not self.family.joins_canvases:
             return
-        most_tokens = min(
-            self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens
-        )
-        budget = most_tokens - output.total_num_scheduled_tokens
+        budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        budget -= output.total_num_scheduled_tokens
         for request_id in list(output.num_scheduled_tokens):
             request = self.requests[request_id]
             budget += self._drop_partial_canvas(output, request)
@@ -118,10 +113,7 @@ class CanvasScheduling(CountedScheduling, SessionScheduling):
             if blocks is None:
                 continue
             budget -= width
-            output.num_scheduled_tokens[request_id] += width
-            output.total_num_scheduled_tokens += width
-            output.scheduled_spec_decode_tokens[request_id] = [-1] * width
-            append_blocks(output, request_id, blocks.get_block_ids(allow_none=True))
+            append_canvas(output, request_id, width, blocks.get_block_ids(allow_none=True))
         if new_blocks := self.take_new_blocks_to_zero():
             output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *new_blocks]
 
@@ -130,10 +122,8 @@ class CanvasScheduling(CountedScheduling, SessionScheduling):
         step; 0 or less if none may."""
         num_tokens = output.num_scheduled_tokens[request.request_id]
         computed = request.num_computed_tokens + num_tokens
-        has_canvas = request.request_id in output.scheduled_spec_decode_tokens
-        if has_canvas or computed < request.num_tokens:
-            return 0
-        if self.family.waits_for_first_token(computed):
+        is_known = computed < request.num_tokens or self.family.waits_for_first_token(computed)
+        if is_known or request.request_id in output.scheduled_spec_decode_tokens:
             return 0
         # vLLM's prompt log-probabilities take every row of the request for a prompt row.
         params = request.sampling_params
@@ -166,9 +156,14 @@ class CanvasScheduling(CountedScheduling, SessionScheduling):
         known = request.num_computed_tokens - num_drafts
         request.num_computed_tokens -= self.family.num_recomputed(known)
 
+    def num_computed_of_session(self, session: Request) -> int:
+        """Returns the number of tokens whose keys and values are a prefill's. vLLM would drop the
+        last block of an answer, often all of it. `session`: a request whose inputs are streamed."""
+        computed = min(session.num_computed_tokens, session.num_tokens)
+        return computed - self.family.num_recomputed(computed)
+
     def output_arrived(self, output: ModelRunnerOutput) -> None:
-        """Holds prompt log-probabilities back until the request's first tokens. Changes `output` in
-        place."""
+        """Holds a prompt's log-probabilities in `output` back until its first tokens, in place."""
         self._prompt_scores.delay(output, self.requests)
 
     # --- finished blocks --------------------------------------------------------------------
@@ -199,7 +194,8 @@ class CanvasScheduling(CountedScheduling, SessionScheduling):
             self.counter.count_emitted_block(request, spares_commit=True)
         if request.num_computed_tokens == 0:
             return  # preempted while this step ran: it has no cache blocks any more
-        is_committed = not (self.spares_last_commit or is_read_only(request.sampling_params))
+        is_read_only = load_option(request.sampling_params, "read_only")
+        is_committed = not (self.spares_last_commit or is_read_only)
         if self.joins_commits:
             is_committed &= was_stop_foreseen(request, num_kept, self.max_model_len)
         if not is_committed:

@@ -10,11 +10,9 @@ from vllm_dllm.config.workers import JOIN_COMMITS
 
 def joins_canvases(vllm_config: VllmConfig) -> bool:
     """Returns whether a canvas may share the forward of the tokens before it. Their query rows lie
-    side by side: the tokens' rows are causal, and the canvas' rows see everything.
-
-    Not with a KV connector, which is told a step's tokens before the canvas is added. Not under a
-    full CUDA graph of mixed batches, which has no room for requests that attention sees as two.
-    """
+    side by side: the tokens' rows are causal, and the canvas' rows see everything. Not with a KV
+    connector, which is told a step's tokens before the canvas is added. Not under a full CUDA graph
+    of mixed batches, which has no room for requests that attention sees as two."""
     graphs = vllm_config.compilation_config.cudagraph_mode
     full = graphs is not None and graphs.mixed_mode() == CUDAGraphMode.FULL
     return vllm_config.kv_transfer_config is None and not full
@@ -22,11 +20,8 @@ def joins_canvases(vllm_config: VllmConfig) -> bool:
 
 def joins_commits(vllm_config: VllmConfig) -> bool:
     """Returns whether a finished block is emitted at once and committed in its successor's first
-    forward.
-
-    Not with asynchronous scheduling: it plans a step before the tokens of the previous one are
-    known, so the step has no rows for both.
-    """
+    forward. Not with asynchronous scheduling: it plans a step before the tokens of the previous one
+    are known, so the step has no rows for both."""
     return has_own_steps(vllm_config) and not vllm_config.scheduler_config.async_scheduling
 
 

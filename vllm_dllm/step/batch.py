@@ -19,11 +19,9 @@ from vllm_dllm.step.slots import Index, index_of
 
 @dataclass(frozen=True)
 class CanvasBatch:
-    """n requests with a canvas. Its rows are their canvas positions, one canvas after another.
-
-    A canvas has fewer than C rows if its request asked for a shorter one or `max_model_len` cuts it
-    off. Rows that are part of no canvas may follow it (`step.masked.copied_step`).
-    """
+    """n requests with a canvas. Its rows are their canvas positions, one canvas after another. A
+    canvas has fewer than C rows if its request asked for a shorter one or `max_model_len` cuts it
+    off. Rows that are part of no canvas may follow it (`step.masked.drafting_step`)."""
 
     canvas_length: int  # C
     requests_np: np.ndarray  # [n] int64, indices in the batch

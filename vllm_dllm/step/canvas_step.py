@@ -20,15 +20,13 @@ from vllm_dllm.config.step_sizes import narrowed_width
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.scheduling.spared_forwards import spares_last_commit
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import Denoised, Settled, StepInputs, StepResult
-from vllm_dllm.step.logits.canvas_logits import LogitTools
-from vllm_dllm.step.logits.sampling_memory import SamplingMemory
+from vllm_dllm.step.canvas_stages import Denoised, Settled, Settling, StepInputs, StepResult
+from vllm_dllm.step.logits.canvas_logits import LogitTools, SamplingMemory
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.settling import Settling
 from vllm_dllm.step.slots import CanvasSlots
 from vllm_dllm.step.watched.canvas_sender import StepCanvases
-from vllm_dllm.step.watched.counted import count_canvases
+from vllm_dllm.step.watched.observers import count_canvases
 
 
 class CanvasStep(ABC):
@@ -85,8 +83,7 @@ class CanvasStep(ABC):
         return None
 
     def begin_step(self, input_batch: InputBatch) -> None:
-        """Sets `batch` to the canvases of a step, or to None if it has none. Called before its
-        forward."""
+        """Sets `batch` to the canvases of a step; None: it has none. Called before its forward."""
         self.batch = None
         if input_batch.num_draft_tokens > 0:
             self.batch = CanvasBatch.build(input_batch, self.canvas_length, self.device)
@@ -161,20 +158,11 @@ class CanvasStep(ABC):
         cut = self.requests.grammars.cut_answers(inputs.batch)
         needs_numbers = denoised.is_committed is not None or inputs.drafts is not None or cut
         if self.requests.are_counted or needs_numbers:
-            self._numbers = count_canvases(
-                inputs.batch,
-                denoised.outcome,
-                denoised.stats.entropy_nats,
-                settled.denoises,
-                is_committed=denoised.is_committed,
-                verified_now=None if inputs.drafts is None else inputs.drafts.verified_now,
-                cut=cut,
-            )
+            self._numbers = count_canvases(inputs, denoised, settled, cut)
 
     @abstractmethod
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
-        """Returns the outcome of a denoise step for each canvas. Leaves the slots' progress to
-        `Settling`."""
+        """Returns each canvas' outcome of a denoise step. Leaves slots' progress to `Settling`."""
 
     def take_numbers(self) -> CanvasNumbers | None:
         """Returns the numbers of the latest step for the metrics, and forgets them. Returns None if
@@ -210,11 +198,8 @@ class CanvasStep(ABC):
     def _cut_canvases(self, inputs: StepInputs, input_batch: InputBatch) -> torch.Tensor | None:
         """Returns [n] bool: canvases of which the scheduler ran too few or too many rows. It runs
         too few for lack of token budget. It runs too many if it did not know yet that a block had
-        ended. Returns None if surely no canvas is cut.
-
-        The step of a cut canvas is taken back, and the canvas is scheduled again. A canvas that
-        ends where the context ends is not cut.
-        """
+        ended. Returns None if surely no canvas is cut. The step of a cut canvas is taken back, and
+        the canvas is scheduled again. A canvas that ends where the context ends is not cut."""
         batch, numbers = inputs.batch, inputs.numbers
         slots = batch.slots_np
         most_ends = input_batch.seq_lens_cpu_upper_bound.numpy()[batch.requests_np]

@@ -13,39 +13,35 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.denoise import noise
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END, foreseen_stop_tokens
 from vllm_dllm.requests.options import RequestOptions, load_options, server_defaults
-from vllm_dllm.step.asked.first_canvases import FirstCanvases
+from vllm_dllm.step.asked.first_canvases import FirstCanvases, Predictions
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.asked.logprobs import StepLogprobs
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
-from vllm_dllm.step.asked.predictions import Predictions
 from vllm_dllm.step.asked.settings import SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.filters import LogitFilters
-from vllm_dllm.step.registry import NewRequest, Registry
-from vllm_dllm.step.slots import CanvasSlots
+from vllm_dllm.step.slots import CanvasSlots, NewRequest, Registry
 from vllm_dllm.step.watched.observers import CanvasObservers
 
 
 class StepRequests:
-    """Tells the slots, and the parts that keep what requests ask for, when requests come and
-    leave."""
+    """Tells slots, and parts that keep what requests ask for, when requests come and leave."""
 
     def __init__(
         self,
         slots: CanvasSlots,
         sampler: Any,  # vLLM's own, for its per-request states
         settings: SlotSettings | MaskedSlotSettings,
-        extension: ExtensionConfig,
         vllm_config: VllmConfig,
         mask_id: int | None = None,  # what a first canvas holds; None: noise
     ) -> None:
-        self.slots, self.settings, self.extension = slots, settings, extension
-        model_config = vllm_config.model_config
+        self.slots, self.settings, model_config = slots, settings, vllm_config.model_config
+        self.extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.vocab_size = model_config.get_vocab_size()
         self.mask_id = mask_id
         family = family_of(model_config.architecture, model_config.hf_config)
-        self._unadmitted = RequestOptions(**server_defaults(extension.defaults, family))
+        self._unadmitted = RequestOptions(**server_defaults(self.extension.defaults, family))
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states  # top_k, top_p, seeds
         # The scheduler's choices, which each request brings (`RequestOptions`).
@@ -61,7 +57,7 @@ class StepRequests:
         self.predictions = Predictions(slots, self.req_states)
         parallel = vllm_config.parallel_config
         self.observers = CanvasObservers(
-            extension.trace_path,
+            self.extension.trace_path,
             self._device,
             speaks=parallel.rank % parallel.tensor_parallel_size == 0,
         )
@@ -96,10 +92,10 @@ class StepRequests:
         end, stops = self._find_end(request)
         self.slots.stage_request(
             slot,
-            seed=int(self.sampling_states.seeds.np[slot]),
+            stops,
+            noise_key=int(self.sampling_states.seeds.np[slot]),
             num_steps=num_steps,
             end=end,
-            stop_tokens=stops,
             width=options.canvas_length or self._canvas_length,
             fitted_end=end if options.fits_canvases else NO_END,
             is_committing=options.is_verified and options.canvas_length == 1,  # nothing to draft

@@ -2,18 +2,23 @@
 
 The slot index is the runner's request-state index. Slots are only written in place, so the tensors
 keep their addresses. Numbers that a step reads of each request are columns of one tensor, because
-on small batches an operation costs the same whatever it moves.
+on small batches an operation costs the same whatever it moves. Parts of a step keep what only some
+requests ask for by slot, too (`Registry`).
 """
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER
+from vllm_dllm.requests.options import RequestOptions
 
 # The tensors of `CanvasSlots` that a step changes.
 _CHANGED_BY_STEPS = (
@@ -66,11 +71,8 @@ class SlotTokens(NamedTuple):
 
 class CanvasSlots:
     """The device tensors of all slots. R = most requests at once, C = canvas length, H = hidden
-    size.
-
-    `host_numbers` and `num_stops` are on the host. They hold the values that requests came with,
-    and do not change with steps.
-    """
+    size. `host_numbers` and `num_stops` are on the host. They hold the values that requests came
+    with, and do not change with steps."""
 
     def __init__(
         self,
@@ -102,28 +104,13 @@ class CanvasSlots:
     def stage_request(
         self,
         slot: int,
-        *,
-        seed: int,
-        num_steps: int,
-        end: int,
         stop_tokens: list[int],  # at most MAX_FORESEEN_STOPS
-        width: int,
-        fitted_end: int,
-        symmetric_window: bool,
-        is_committing: bool = False,
+        **numbers: int,
     ) -> None:
         """Stages a new or resumed request, with nothing denoised yet, for `apply_staged_writes`.
-        Arguments are as in `SlotNumbers`; `seed` is the request's noise seed."""
-        values = dict(
-            is_committing=is_committing,
-            noise_key=seed,  # until `apply_staged_writes`
-            num_steps=num_steps,
-            end=end,
-            width=width,
-            fitted_end=fitted_end,
-            symmetric_window=symmetric_window,
-        )
-        self.host_numbers[slot] = [values.get(name, 0) for name in SlotNumbers._fields]
+        `numbers`: fields of `SlotNumbers`, others are 0; as `noise_key` the request's seed."""
+        assert numbers.keys() <= _COLUMN.keys(), "fields of SlotNumbers"
+        self.host_numbers[slot] = [numbers.get(name, 0) for name in SlotNumbers._fields]
         self._host_stops[slot] = NEVER
         self._host_stops[slot, : len(stop_tokens)] = stop_tokens
         self.num_stops[slot] = len(stop_tokens)
@@ -159,13 +146,11 @@ class CanvasSlots:
         return self.host_numbers[slots_np, _COLUMN[name]]
 
     def read_numbers(self, idx: Index) -> SlotNumbers:
-        """Returns the numbers of the slots `idx` [n]; of a slice, views that change with the next
-        write."""
+        """Returns the numbers of slots `idx` [n]; of a slice, views that the next write changes."""
         return SlotNumbers(*self.numbers[idx].unbind(dim=-1))
 
     def read_tokens(self, idx: Index) -> SlotTokens:
-        """Returns the tokens of the slots `idx` [n]; of a slice, views that change with the next
-        write."""
+        """Returns the tokens of slots `idx` [n]; of a slice, views that the next write changes."""
         return SlotTokens(*self.tokens[idx].unbind(dim=1))
 
     def are_committing(self, idx: Index) -> torch.Tensor:
@@ -180,8 +165,7 @@ class CanvasSlots:
         is_committing: torch.Tensor,  # [n] bool
         times_repeated: torch.Tensor,  # [n] int64
     ) -> None:
-        """Overwrites the progress of the slots `idx` [n] with what a step leaves for the next
-        one."""
+        """Overwrites the progress of slots `idx` [n] with what a step leaves for the next one."""
         self.best_guess[idx] = best_guess
         progress = (steps_done, is_committing.long(), times_repeated)
         self.numbers[idx, : len(progress)] = torch.stack(progress, dim=1)
@@ -211,3 +195,37 @@ class CanvasSlots:
             now = getattr(self, name)
             mask = taken_back.view(-1, *[1] * (now.dim() - 1))
             now[idx] = torch.where(mask, before, now[idx])
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that is new to the worker, or comes back after a preemption."""
+
+    slot: int
+    params: SamplingParams
+    options: RequestOptions
+    prompt_len: int  # tokens
+    prefill_len: int  # tokens; after a preemption with the blocks committed so far
+    num_steps: int  # denoise steps that a canvas may take
+
+    @property
+    def is_resumed(self) -> bool:
+        """Returns whether a preemption has interrupted its answer."""
+        return self.prefill_len > self.prompt_len
+
+
+class Registry(ABC):
+    """A part that keeps what requests ask for. `StepRequests` tells it when they come and go."""
+
+    @abstractmethod
+    def add_request(self, request: NewRequest) -> None:
+        """Keeps what the request asks for. `remove_request` was called for the slot before. Copies
+        to the device may be left to `apply_staged_writes`."""
+
+    def apply_staged_writes(self) -> None:  # noqa: B027
+        """Copies to the device what was added since the last step; nothing in this class. Called
+        when the runner has written the new requests' tokens."""
+
+    @abstractmethod
+    def remove_request(self, slot: int) -> None:
+        """Forgets what the slot's request asked for. Does nothing if it asked for nothing."""

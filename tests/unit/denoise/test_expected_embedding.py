@@ -5,7 +5,7 @@ import torch
 
 from tests import tolerances
 from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding, TopTokens
-from vllm_dllm.denoise.vocab_stream import BLOCK, read_blocks
+from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, read_blocks
 
 pytestmark = pytest.mark.numerics
 
@@ -169,9 +169,10 @@ def test_no_block_of_a_flat_row_is_left_out(needed: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("k", [1, 7, 2000])
 @pytest.mark.parametrize("tile", [BLOCK, 4 * BLOCK])
 def test_top_tokens(tile: int, k: int) -> None:
-    logits, running = random_logits(20), TopTokens(k)
+    logits, running, unread = random_logits(20), TopTokens(k, 0), torch.empty(0)
+    no_blocks = VocabBlocks(*[unread] * 5)
     for first in range(0, V, tile):
-        running.add_tile(logits[:, first : first + tile], first)
+        running.add_tile(logits[:, first : first + tile], no_blocks, None, unread)
     values, tokens, log_total = running.result()
     expected = logits.topk(k, dim=-1)
     # Of equal logits either may come first, or be left out.

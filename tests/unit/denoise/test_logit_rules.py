@@ -7,9 +7,9 @@ import torch
 
 from tests import tolerances
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import MASKED_LOGIT, TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
+from vllm_dllm.denoise.rules import NO_TOKEN
 
 pytestmark = pytest.mark.numerics
 

@@ -13,20 +13,18 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from tests import tolerances
-from vllm_dllm.denoise.acceptance import (
+from vllm_dllm.denoise.row_stats import RowStats, row_stats, sample_by_inversion
+from vllm_dllm.denoise.rules import (
+    AT_REST,
+    NO_TOKEN,
     Reveal,
     accept_by_entropy_bound,
     accept_forced_positions,
-    reveal_best_guesses,
-)
-from vllm_dllm.denoise.convergence import (
-    AT_REST,
-    NO_TOKEN,
     is_confident,
+    reveal_best_guesses,
     times_repeated,
     up_to_first_stop,
 )
-from vllm_dllm.denoise.row_stats import RowStats, row_stats, sample_by_inversion
 from vllm_dllm.denoise.step import (
     AnswerOnly,
     CanvasState,

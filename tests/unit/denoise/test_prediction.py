@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.prediction import (
     FARTHEST,
     LEAST,
@@ -16,6 +15,7 @@ from vllm_dllm.denoise.prediction import (
     realign_block,
     tokens_at,
 )
+from vllm_dllm.denoise.rules import NO_TOKEN
 
 C = 12
 

@@ -155,11 +155,6 @@ def test_refuses_what_is_no_buffer(tmp_path: Path, content: str | None, message:
         read_buffer(tmp_path, VOCAB_SIZE)
 
 
-def test_refuses_sizes_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got 3 bytes and one in 1"):
-        BlockBuffer(tmp_path, max_bytes=3)
-
-
 @pytest.mark.parametrize(
     ("beside", "kept"),
     [

@@ -19,14 +19,14 @@ from tests.engine.drafters import DRAFTER, TARGET, make_dflash2
 from tests.engines import one_rank
 from vllm_dllm import plugin
 from vllm_dllm.drafters import layout
-from vllm_dllm.drafters.dflash import check_narrow_draft, set_draft_window
-from vllm_dllm.drafters.dflash2 import KEYS
+from vllm_dllm.drafters.dflash import DFLASH2_KEYS, check_narrow_draft
 from vllm_dllm.drafters.layout import (
     DrafterLayout,
     check_drafter,
     check_served_drafter,
     extend_positions,
     read_layout,
+    set_draft_window,
 )
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
 from vllm_dllm.errors import InputError
@@ -254,11 +254,11 @@ def test_logits_are_capped_as_the_config_says(build: Build, tmp_path: Path) -> N
 def test_missing_keys_are_named(tmp_path: Path) -> None:
     config = json.loads((make_dflash2(tmp_path) / "config.json").read_text())
     target = json.loads((TARGET / "config.json").read_text())
-    check_drafter(config, target, "drafter", "target", KEYS)
-    for key in KEYS[1:3]:
+    check_drafter(config, target, "drafter", "target", DFLASH2_KEYS)
+    for key in DFLASH2_KEYS[1:3]:
         del config["dflash_config"][key]
     with pytest.raises(InputError, match="expected conv_group_size, selector_rank in its"):
-        check_drafter(config, target, "drafter", "target", KEYS)
+        check_drafter(config, target, "drafter", "target", DFLASH2_KEYS)
 
 
 @pytest.mark.parametrize(("num_drafted", "warns"), [(15, False), (16, True)])
@@ -271,7 +271,7 @@ def test_more_tokens_than_were_trained(
     monkeypatch.setattr(
         layout.logger, "warning_once", lambda text, *values: warnings.append(text % values)
     )
-    check_served_drafter(config, KEYS)
+    check_served_drafter(config, DFLASH2_KEYS)
     assert len(warnings) == warns
     assert not warns or ("is 16, but the drafter" in warnings[0] and "blocks of 16" in warnings[0])
 

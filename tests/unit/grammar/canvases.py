@@ -15,11 +15,10 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.paths import CHECKPOINTS
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.compiler import GrammarCompiler
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import unpack_mask
-from vllm_dllm.grammar.rows import MORE_TOKENS, CanvasRows
+from vllm_dllm.grammar.masks import Exclusions, unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.vocabulary import GrammarVocabulary
+from vllm_dllm.grammar.walk import MORE_TOKENS, CanvasRows
 
 
 class Automaton(Protocol):

@@ -16,8 +16,7 @@ from tests.unit.grammar.special_tokens import decode, encode, grammars
 from tests.unit.grammar.test_reasoning import found_for
 from tests.unit.requests.test_gemma_tool_parser import TEXT, call
 from vllm_dllm.grammar.completion import find_shortest_completion
-from vllm_dllm.grammar.gemma_calls import calls_rule
-from vllm_dllm.grammar.lark import LarkRules
+from vllm_dllm.grammar.gemma_calls import LarkRules, calls_rule
 from vllm_dllm.grammar.schema_keys import SchemaError
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark

@@ -15,9 +15,13 @@ from llguidance import LLMatcher, grammar_from
 from pydantic import EmailStr, TypeAdapter
 
 from tests.unit.grammar.canvases import ENDLESS, answer, of_schema, start, text_of, tokenizer
-from vllm_dllm.grammar.compiler import GrammarError, check_schema_size
+from vllm_dllm.grammar.compiler import (
+    GrammarError,
+    check_joined_patterns,
+    check_lark,
+    check_schema_size,
+)
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
-from vllm_dllm.grammar.joined_patterns import check_joined_patterns, check_lark
 from vllm_dllm.grammar.patterns import mend_pattern, mend_patterns, unanchored_lark_regex
 from vllm_dllm.grammar.schema_keys import SchemaError
 

@@ -18,11 +18,15 @@ from tests.unit.grammar.special_tokens import (
     encode,
     grammars,
 )
-from vllm_dllm.grammar.canvas import ConstrainedCanvas, constrain_canvas
+from vllm_dllm.grammar.canvas import (
+    ConstrainedCanvas,
+    RowCandidate,
+    RunRule,
+    constrain_canvas,
+    reveal_run,
+)
 from vllm_dllm.grammar.completion import find_completion, find_shortest_completion
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import has_token, unpack_mask
-from vllm_dllm.grammar.revealed_run import RowCandidate, RunRule, reveal_run
+from vllm_dllm.grammar.masks import Exclusions, has_token, unpack_mask
 from vllm_dllm.grammar.state import GrammarState, Reasoning
 
 THINK = Reasoning(frozenset({THOUGHT_ENDS}))

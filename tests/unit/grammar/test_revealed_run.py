@@ -9,10 +9,9 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.unit.grammar.canvases import EOS, SCHEMAS, V, noise, start, text_of
+from vllm_dllm.grammar.canvas import RowCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.completion import find_completion
-from vllm_dllm.grammar.exclusions import Exclusions
-from vllm_dllm.grammar.masks import unpack_mask
-from vllm_dllm.grammar.revealed_run import RowCandidate, RunRule, reveal_run
+from vllm_dllm.grammar.masks import Exclusions, unpack_mask
 from vllm_dllm.grammar.state import GrammarState
 from vllm_dllm.grammar.walk import StuckError
 

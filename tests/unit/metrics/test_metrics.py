@@ -45,7 +45,7 @@ from vllm_dllm.metrics.prometheus import (
 )
 from vllm_dllm.requests.options import ACCEPTANCE_RULES, Mode
 from vllm_dllm.scheduling.canvas_counter import CanvasCounter
-from vllm_dllm.step.watched.counted import count_canvases
+from vllm_dllm.step.watched.observers import count_canvases
 
 LABELS = ["model_name", "engine"]
 
@@ -82,7 +82,11 @@ def numbers(**columns: list[Any]) -> Any:
         revealed=at["revealed"].bool(),
     )
     entropy = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 0.0, 0.0, 9.0]])
-    return count_canvases(batch, outcome, entropy, at["denoises"].bool())
+    inputs: Any = SimpleNamespace(batch=batch, drafts=None)
+    stats = SimpleNamespace(entropy_nats=entropy)
+    denoised: Any = SimpleNamespace(outcome=outcome, stats=stats, is_committed=None)
+    settled: Any = SimpleNamespace(denoises=at["denoises"].bool())
+    return count_canvases(inputs, denoised, settled, ())
 
 
 def test_a_step_in_numbers() -> None:

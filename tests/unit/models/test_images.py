@@ -23,7 +23,7 @@ from checkpoints.recipes.architecture import build_config
 from checkpoints.recipes.tokenizer import BOI_ID, EOI_ID, VIDEO_ID
 from tests.engine.images import random_video
 from tests.paths import CHECKPOINTS
-from vllm_dllm.models import video_frames, vision
+from vllm_dllm.models import vision
 from vllm_dllm.models.image_processor import VIDEO, ImageProcessingInfo
 from vllm_dllm.requests.media import check_media_count
 
@@ -101,11 +101,11 @@ def write(folder: Path, **files: dict[str, Any]) -> str:
 def test_settings_of_a_video_processor(tmp_path: Path) -> None:
     """The published layout: one file for all processors of a checkpoint."""
     both = {"image_processor": IMAGES, "video_processor": {"patch_size": 4, "num_frames": 8}}
-    found = video_frames.load_frame_processor(write(tmp_path, processor_config=both), None)
+    found = vision.load_frame_processor(write(tmp_path, processor_config=both), None)
     assert (found.patch_size, found.num_frames, found.max_soft_tokens) == (4, 8, 70)
     more = write(tmp_path, processor_config=both | {"video_processor": {"max_soft_tokens": 140}})
-    video_frames.load_frame_processor.cache_clear()
-    found = video_frames.load_frame_processor(more, None)
+    vision.load_frame_processor.cache_clear()
+    found = vision.load_frame_processor(more, None)
     assert (found.num_frames, found.max_soft_tokens) == (32, 140)
 
 
@@ -121,11 +121,11 @@ def frames(count: int, height: int, width: int) -> np.ndarray:
 
 
 def test_each_frame_is_a_small_image(tmp_path: Path) -> None:
-    processor = video_frames.load_frame_processor(
+    processor = vision.load_frame_processor(
         write(tmp_path, processor_config={"video_processor": IMAGES}), None
     )
     one, other = frames(2, 30, 40), frames(40, 20, 9)
-    made = video_frames.make_patches(
+    made = vision.make_patches(
         items((one, {"fps": 0.5}), (other, {"fps": 10.0})), processor, lambda width, height: None
     )
     kept = [i * 40 // 32 for i in range(32)]
@@ -136,7 +136,7 @@ def test_each_frame_is_a_small_image(tmp_path: Path) -> None:
         assert torch.equal(made["frame_positions"][mine], alone["image_position_ids"])
     assert made["frame_seconds"].tolist() == [0, 2, *(i / 10 for i in kept)]
     assert made["num_frames"].tolist() == [2, 32]
-    as_images = video_frames.as_images(made)
+    as_images = vision.as_images(made)
     assert as_images["num_image_tokens"].tolist() == [
         2 * made["num_frame_tokens"][0].item(),
         32 * made["num_frame_tokens"][1].item(),
@@ -149,7 +149,7 @@ def test_words_between_frames() -> None:
         "num_frame_tokens": SimpleNamespace(data=torch.tensor(2)),
         "frame_seconds": SimpleNamespace(data=torch.tensor([0.0, 61.9, 3600.0])),
     }
-    tokens = video_frames.prompt_tokens(video, tokenizer.encode, BOI_ID, VIDEO_ID, EOI_ID)
+    tokens = vision.prompt_tokens(video, tokenizer.encode, BOI_ID, VIDEO_ID, EOI_ID)
     frame = "<|image><|video|><|video|><image|>"
     assert tokenizer.decode(tokens) == f"00:00 {frame} 01:01 {frame} 60:00 {frame}"
     assert tokens == tokenizer.encode(f"00:00 {frame} 01:01 {frame} 60:00 {frame}")

@@ -35,7 +35,7 @@ from tests.unit.models.building import build_any
 from tests.unit.models.test_published_sizes import SIZES, checkpoint_tensors, published
 from vllm_dllm import plugin
 from vllm_dllm.config.architectures import FAMILIES
-from vllm_dllm.models.llada2 import BlockRouting
+from vllm_dllm.models.masked import BlockRouting
 from vllm_dllm.quantization.complete_weights import weights_in_parts
 
 ARCHITECTURES = sorted(FAMILIES)

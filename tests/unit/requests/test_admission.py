@@ -35,7 +35,7 @@ from vllm_dllm.requests.options import (
     KEYS,
     OPTIONS_KEY,
     RequestOptions,
-    http_request,
+    load_option,
     load_options,
 )
 
@@ -249,7 +249,7 @@ def test_the_prompts_of_an_http_request_are_counted_together() -> None:
     one, other = (admitted(SamplingParams(n=2), to) for _ in range(2))
     begin_http_request(adds_up=False)
     third = [admitted(SamplingParams(n=4), to) for _ in range(2)]
-    names = [http_request(params) for params in (one, other, *third)]
+    names = [load_option(params, "http_request") for params in (one, other, *third)]
     assert names[0] == names[1] != names[2] == names[3] and None not in names
 
 

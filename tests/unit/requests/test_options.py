@@ -18,8 +18,7 @@ from vllm_dllm.requests.ends import MAX_FORESEEN_STOPS, NEVER, foreseen_stop_tok
 from vllm_dllm.requests.options import (
     OPTIONS_KEY,
     RequestOptions,
-    fits_canvases,
-    is_read_only,
+    load_option,
     load_options,
     server_defaults,
 )
@@ -57,9 +56,13 @@ def test_what_is_carried_is_read_again() -> None:
         fits_canvases=True,
         reasoning=(*(frozenset({3}),) * 3, True),
     )
-    assert load_options(params) is None and not is_read_only(params)
+    assert load_options(params) is None and not load_option(params, "read_only")
     options.store_in(params)
-    assert load_options(params) == options and is_read_only(params) and fits_canvases(params)
+    assert (
+        load_options(params) == options
+        and load_option(params, "read_only")
+        and load_option(params, "fits_canvases")
+    )
     # vLLM's schedulers look at the width.
     assert params.extra_args is not None
     assert params.extra_args.keys() == {"theirs", "diffusion_canvas_length", OPTIONS_KEY}

@@ -21,7 +21,6 @@ from vllm_dllm.scheduling.scheduler import (
     CanvasScheduler,
     CanvasScheduling,
 )
-from vllm_dllm.scheduling.sessions import SessionScheduling
 
 
 @pytest.fixture
@@ -173,7 +172,7 @@ def test_a_session_computes_its_last_block_anew() -> None:
     scheduler: Any = SimpleNamespace(family=family(1))
     for num_tokens, computed, reused in ((30, 21, 16), (30, 24, 24), (30, 32, 24)):
         session: Any = SimpleNamespace(num_tokens=num_tokens, num_computed_tokens=computed)
-        assert SessionScheduling.num_computed_of_session(scheduler, session) == reused
+        assert CanvasScheduling.num_computed_of_session(scheduler, session) == reused
 
 
 @pytest.mark.parametrize("scheduler_cls", [CanvasScheduler, CanvasAsyncScheduler])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.filters import RuleContext

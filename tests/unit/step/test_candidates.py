@@ -11,13 +11,13 @@ from tests import tolerances
 from tests.unit.step.batches import Model
 from tests.unit.step.test_logits import LARGEST, LENGTHS, H, make
 from tests.unit.step.test_logits import C as LONGEST
-from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT, MASKED_LOGIT
 from vllm_dllm.denoise.logit_rules import LogitRules
+from vllm_dllm.denoise.rules import Reveal
 from vllm_dllm.grammar.masks import mask_of_tokens
-from vllm_dllm.grammar.rows import MORE_TOKENS
+from vllm_dllm.grammar.walk import MORE_TOKENS
 from vllm_dllm.models import vocabulary
-from vllm_dllm.step.asked.candidates import MOST_PROBABLE, read_canvas_rows
+from vllm_dllm.step.asked.answer import MOST_PROBABLE, read_canvas_rows
 from vllm_dllm.step.logits.canvas_logits import RowMasks, WholeLogits
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 

@@ -12,8 +12,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.processes import HANGS_S
 from tests.unit.grammar.canvases import text_of, tokenizer
 from tests.unit.step.worker import EOS, C, GetWorker, Worker, noise, sure
-from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
+from vllm_dllm.denoise.rules import Reveal
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked import grammars
 from vllm_dllm.step.asked.grammars import HELD_STEPS, CanvasGrammars

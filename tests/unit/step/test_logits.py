@@ -10,13 +10,17 @@ import torch
 from tests import tolerances
 from tests.unit.step.batches import Filters, Model, canvas_batch
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import BAD_WORD_LOGIT
 from vllm_dllm.denoise.logit_rules import LogitRules
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.step.logits import soft_embedding
-from vllm_dllm.step.logits.canvas_logits import LogitTools, WholeLogits
+from vllm_dllm.step.logits.canvas_logits import (
+    LogitTools,
+    SamplingMemory,
+    WholeLogits,
+    most_step_bytes,
+)
 from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.sampling_memory import SamplingMemory, most_step_bytes
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.logits.streamed_logits import (
     CACHED_TILE,

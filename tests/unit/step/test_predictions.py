@@ -9,11 +9,10 @@ import torch
 from vllm import SamplingParams
 
 from tests.unit.step.batches import canvas_batch
-from vllm_dllm.denoise.convergence import NO_TOKEN
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.options import RequestOptions
-from vllm_dllm.step.asked.predictions import Predicted, Predictions
-from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.slots import CanvasSlots
+from vllm_dllm.step.asked.first_canvases import Predicted, Predictions
+from vllm_dllm.step.slots import CanvasSlots, NewRequest
 
 R, C, PROMPT, STOP = 4, 8, 5, 1
 NOISE = 77

@@ -12,15 +12,15 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.paths import ROOT
 from tests.unit.step.worker import CONTEXT, CPU, MASK, C, GetWorker, V, Worker, noise
 from vllm_dllm.denoise import noise as draws
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.logit_rules import LogitRules
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import KEYS, STREAM_CANVASES, parse_keys
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits import filters as module
 from vllm_dllm.step.logits.filters import LogitFilters
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest
 
 PROMPT = 7
 
@@ -275,21 +275,21 @@ def test_one_request(filters: LogitFilters, kind: str) -> None:
 def test_requests_that_come_together(
     filters: LogitFilters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    copy_to_device = module.copy_to_device
+    copies: list[int] = []
+    copy = module.async_tensor_h2d
 
-    def counted(device: torch.device, requests: Any) -> Any:
-        calls.append(len(requests))
-        return copy_to_device(device, requests)
+    def counted(numbers: Any, device: torch.device) -> torch.Tensor:
+        copies.append(len(numbers))
+        return copy(numbers, device=device)
 
-    monkeypatch.setattr(module, "copy_to_device", counted)
+    monkeypatch.setattr(module, "async_tensor_h2d", counted)
     for slot, options in enumerate(KINDS.values()):
         filters.add_request(new_request(slot, **options))
     filters.add_request(new_request(len(KINDS)))
     filters.remove_request(1)
     filters.apply_staged_writes()
     filters.apply_staged_writes()
-    assert calls == [len(KINDS) - 1]
+    assert len(copies) == 1
     assert filters._rules.keys() == set(range(len(KINDS))) - {1}
     for slot, options in enumerate(KINDS.values()):
         if slot != 1:

@@ -18,9 +18,9 @@ from vllm_dllm.denoise.step import temperature
 from vllm_dllm.requests.options import load_options
 from vllm_dllm.step.asked.logprobs import StepLogprobs
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.registry import NewRequest
 from vllm_dllm.step.runner.sampler import DiffusionSampler
 from vllm_dllm.step.runner.worker import CanvasWorker
+from vllm_dllm.step.slots import NewRequest
 
 BLOCK = [21, 22, 23, 24]
 

@@ -15,14 +15,15 @@ from vllm_dllm.compat import prompt_logprobs
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.logit_rules import LogitRules, Penalties
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
-from vllm_dllm.step.logits.canvas_logits import LogitTools, WholeLogits
-from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws, RowNoise
-from vllm_dllm.step.logits.sampling_memory import (
+from vllm_dllm.step.logits.canvas_logits import (
+    LogitTools,
     SamplingMemory,
+    WholeLogits,
     most_step_bytes,
     rows_within_budget,
 )
+from vllm_dllm.step.logits.filters import RuleContext
+from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws, RowNoise
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 

@@ -17,15 +17,13 @@ from vllm_dllm.config.denoise import DenoiseConfig
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise import draws_triton
 from vllm_dllm.denoise.row_stats import RowStats
-from vllm_dllm.models.self_conditioning import SelfConditioning
+from vllm_dllm.models.diffusion_gemma import SelfConditioning
 from vllm_dllm.requests.ends import EVERY_BLOCK, NO_END
 from vllm_dllm.requests.options import parse_keys
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.canvas_stages import StepResult
-from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.settling import Settling
-from vllm_dllm.step.slots import CanvasSlots, SlotNumbers
+from vllm_dllm.step.canvas_stages import Settling, StepResult
+from vllm_dllm.step.slots import CanvasSlots, NewRequest, SlotNumbers
 from vllm_dllm.step.uniform import condition_triton, settle_triton
 from vllm_dllm.step.uniform.uniform_step import UniformStep
 
@@ -67,7 +65,9 @@ class Step(UniformStep):
         canvas = torch.zeros(R, C + 3, dtype=torch.int64, device=DEVICE)[:, :C]
         self.slots = CanvasSlots(canvas, H, torch.float32)
         self._numbers = None
-        settings = SlotSettings(CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE)
+        self.slot_settings = settings = SlotSettings(
+            CONFIG, LoadStages(STAGES, DEVICE), R, C, DEVICE
+        )
         nothing = SimpleNamespace(
             still_compiling=lambda batch: None,
             cut_answers=lambda batch: (),

@@ -4,18 +4,22 @@ A revealed token stays, so a grammar's state moves on when tokens are revealed, 
 emitted. The run is found on the host, so a step with such a canvas waits for the device.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_dllm.denoise.masked import NO_BOUND, GrammarReveal, MaskedRules
-from vllm_dllm.grammar.revealed_run import ChooseCandidate, RunRule, reveal_run
+from vllm_dllm.grammar.canvas import ChooseCandidate, RunRule, reveal_run
 from vllm_dllm.grammar.walk import StuckError
 from vllm_dllm.step.asked.answer import Answer
 from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.masked_logits import RowDraws
+
+if TYPE_CHECKING:
+    from vllm_dllm.step.canvas_stages import StepInputs
 
 _NONE = -1  # no token
 _ONE = RunRule(min_tokens=1, threshold=1.0, entropy_bound_nats=NO_BOUND)  # reveals one token
@@ -23,17 +27,14 @@ _ALL = RunRule(min_tokens=1, threshold=-1.0, entropy_bound_nats=NO_BOUND)  # rev
 
 
 class GrammarRuns(CanvasGrammars):
-    """Keeps the grammars of a masked model's requests by slot, and finds the legal tokens that each
-    step reveals."""
+    """Keeps grammars of a masked model's requests by slot. Finds legal tokens that steps reveal."""
 
     def _write_forced_start(self, slot: int, answer: Answer) -> None:
-        """Does nothing: a masked model's first canvas holds masks, and its steps reveal forced
-        tokens like any others."""
+        """Does nothing: a first canvas holds masks, and steps reveal forced tokens like others."""
 
     def reveal_runs(
         self,
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        inputs: "StepInputs",
         skipped: torch.Tensor,  # [n] bool, canvases that are committed, or whose step is taken back
         rules: MaskedRules,  # fields [n]
         draws: RowDraws,
@@ -42,6 +43,7 @@ class GrammarRuns(CanvasGrammars):
         """Finds the legal run that this step reveals in each canvas with a grammar, and moves the
         grammars on by these runs. Returns None if no request of the batch has a grammar. Waits for
         the device. A grammar without a legal path is given up, with an error in the log."""
+        batch = inputs.batch
         if not self.any_in(batch):
             return None
         n, C = batch.num_canvases, batch.canvas_length
@@ -51,44 +53,37 @@ class GrammarRuns(CanvasGrammars):
         bound = rules.entropy_bound
         if bound is None:
             bound = torch.full_like(rules.threshold, NO_BOUND)
-        numbers = (starts, skipped, rules.least, rules.threshold, bound)
+        numbers = (inputs.starts, skipped, rules.least, rules.threshold, bound)
         on_host = torch.stack([column.double() for column in numbers], dim=1).tolist()
         for i, slot in enumerate(batch.slots_list):
             begin, is_skipped, least, threshold, entropy_bound = on_host[i]
             if slot not in self._answers or is_skipped:
                 continue
+            if (answer := self._open_answer(slot, int(begin))) is None:
+                continue
             rule = RunRule(int(least), threshold, entropy_bound, part_length, int(begin) % C)
-            length = int(batch.lengths_np[i])
-            run = self._reveal_in_canvas(slot, int(begin), length, draws.legal_in_canvas(i), rule)
-            if run is not None:
-                first, end = run.first, run.first + len(run.tokens)
-                is_held[i], tokens[i, first:end] = True, run.tokens
-                revealed[i, first : length if run.is_last else end] = True
+            first, length = answer.position - int(begin), int(batch.lengths_np[i])
+            run = self._reveal_run(slot, draws.legal_in_canvas(i), first, length, rule)
+            if run is None:
+                continue
+            end = first + len(run)
+            is_held[i], tokens[i, first:end] = True, run
+            # Nobody reads what is behind the end; who wants it gets what the model likes.
+            ended = answer.state.has_ended and not answer.goes_on
+            is_last = ended or answer.position == answer.end
+            revealed[i, first : length if is_last else end] = True
         return GrammarReveal(*map(self._to_device, (is_ruled, is_held, revealed, tokens)))
 
-    def _reveal_in_canvas(
-        self, slot: int, begin: int, length: int, choose: ChooseCandidate, rule: RunRule
-    ) -> "_Run | None":
-        """Returns the run that this step reveals in the slot's canvas, and moves the answer on by
-        it. The canvas begins at absolute position `begin` and has `length` rows. Returns None if
-        the grammar has ended or is given up, or if the answer has all its tokens."""
+    def _open_answer(self, slot: int, begin: int) -> Answer | None:
+        """Returns what `_update_answer` does; None, too, if the answer has all its tokens."""
         answer = self._update_answer(slot, begin)
-        if answer is None or answer.position >= answer.end:
-            return None
-        first = answer.position - begin
-        tokens = self._reveal_run(slot, choose, first, length, rule)
-        if tokens is None:
-            return None
-        # Nobody reads what is behind the end; a request that wants it gets what the model likes.
-        ended = answer.state.has_ended and not answer.goes_on
-        return _Run(first, tokens, ended or answer.position == answer.end)
+        return None if answer is None or answer.position >= answer.end else answer
 
     def _reveal_run(
         self, slot: int, choose: ChooseCandidate, first: int, length: int, rule: RunRule
     ) -> list[int] | None:
         """Returns the legal tokens to reveal from row `first` of `length` rows on, and moves the
-        slot's answer on by them. Returns None if there is no legal path; the grammar is then given
-        up."""
+        slot's answer on by them. Returns None, and gives the grammar up, if no path is legal."""
         answer = self._answers[slot]
         num_tokens = answer.end - answer.position
         try:
@@ -104,10 +99,8 @@ class GrammarRuns(CanvasGrammars):
 
     def legal_verified_tokens(
         self,
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        inputs: "StepInputs",
         verified_now: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies
-        canvas: torch.Tensor,  # [n, C] int64, drafts
         draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
         lead: int,  # how many positions ahead a row of a verified canvas predicts: 0 or 1
@@ -116,19 +109,18 @@ class GrammarRuns(CanvasGrammars):
         that have one: in each row up to and including the first whose token differs from the draft.
         Rows that the answer has passed before, and those behind the difference, keep theirs. Moves
         the grammars on by the new tokens. Waits for the device."""
+        batch = inputs.batch
         if not self.any_in(batch):
             return tokens
-        legal = np.full(tokens.shape, _NONE, dtype=np.int64)
-        on_host = torch.cat((starts[:, None], verified_now.long()[:, None], canvas), dim=1).tolist()
-        for i, (start, is_verified, *drafted) in enumerate(on_host):
-            slot = batch.slots_list[i]
-            if slot in self._answers and is_verified:
-                # With a lead, the last row predicts a token behind the canvas: it has no draft.
-                drafted = [*drafted, _NONE][lead : lead + int(batch.lengths_np[i])]
-                choose = draws.legal_in_canvas(i)
-                first, run = self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
-                legal[i, first : first + len(run)] = run
-        return self._replace_tokens(tokens, legal)
+        drafts = self._slots.canvas[batch.slot_index].tolist()
+
+        def verify(i: int, start: int) -> tuple[int, list[int]]:
+            # With a lead, the last row predicts a token behind the canvas: it has no draft.
+            drafted = [*drafts[i], _NONE][lead : lead + int(batch.lengths_np[i])]
+            slot, choose = batch.slots_list[i], draws.legal_in_canvas(i)
+            return self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
+
+        return self._replace_tokens(batch, inputs.starts, verified_now, tokens, verify)
 
     def _verify_draft(
         self,
@@ -145,8 +137,7 @@ class GrammarRuns(CanvasGrammars):
         `emits`: whether this step emits the tokens up to the difference. The next canvas begins
         there, and so does the canvas of a request that comes back after a preemption.
         """
-        answer = self._update_answer(slot, begin)
-        if answer is None:
+        if (answer := self._open_answer(slot, begin)) is None:
             return 0, []
         first = answer.position - begin
         chosen: list[int] = []
@@ -163,26 +154,23 @@ class GrammarRuns(CanvasGrammars):
 
     def legal_drafts(
         self,
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        inputs: "StepInputs",
         are_drafted: torch.Tensor,  # [n] bool, canvases that this step fills with a draft
         draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
     ) -> torch.Tensor:
         """Returns `tokens` [n, C] int64, with a legal path in the drafted canvases that have a
         grammar: from the first row that their answer has not passed, as far as a path is found.
-        Grammars stay where they are, and move on when the draft is verified. Waits for the
-        device."""
+        Grammars stay, and move on when the draft is verified. Waits for the device."""
+        batch = inputs.batch
         if not self.any_in(batch):
             return tokens
-        legal = np.full(tokens.shape, _NONE, dtype=np.int64)
-        on_host = torch.stack((starts, are_drafted.long()), dim=1).tolist()
-        for i, (start, is_drafted) in enumerate(on_host):
+
+        def draft(i: int, start: int) -> tuple[int, list[int]]:
             slot, length = batch.slots_list[i], int(batch.lengths_np[i])
-            if slot in self._answers and is_drafted:
-                first, path = self._find_draft(slot, start, length, draws.legal_in_canvas(i))
-                legal[i, first : first + len(path)] = path
-        return self._replace_tokens(tokens, legal)
+            return self._find_draft(slot, start, length, draws.legal_in_canvas(i))
+
+        return self._replace_tokens(batch, inputs.starts, are_drafted, tokens, draft)
 
     def _find_draft(
         self, slot: int, begin: int, length: int, choose: ChooseCandidate
@@ -190,8 +178,7 @@ class GrammarRuns(CanvasGrammars):
         """Returns the first row of the slot's canvas that its answer has not passed, and legal
         tokens from there on; none if the answer has all its tokens, or no legal path is found. The
         canvas begins at absolute position `begin` and has `length` rows."""
-        answer = self._update_answer(slot, begin)
-        if answer is None or answer.position >= answer.end:
+        if (answer := self._open_answer(slot, begin)) is None:
             return 0, []
         first, num_tokens = answer.position - begin, answer.end - answer.position
         state = answer.state.copy()
@@ -200,11 +187,6 @@ class GrammarRuns(CanvasGrammars):
         except StuckError:  # the step that verifies the draft gives the grammar up
             return 0, []
         return first, run.tokens
-
-    def _replace_tokens(self, tokens: torch.Tensor, legal: np.ndarray) -> torch.Tensor:
-        """Returns `tokens` int64, with those of `legal`, of the same shape, where it has any."""
-        on_device = self._to_device(legal)
-        return torch.where(on_device == _NONE, tokens, on_device)
 
     def legal_first_tokens(
         self,
@@ -218,25 +200,33 @@ class GrammarRuns(CanvasGrammars):
         has a grammar. Waits for the device, and for grammars that are still being compiled."""
         if not self.any_in(rows):
             return tokens
-        begin = torch.ones_like(starts) if is_new is None else is_new.long()
-        chosen = np.full(rows.num_canvases, _NONE, dtype=np.int64)
-        for i, (start, begins) in enumerate(torch.stack((starts, begin), dim=1).tolist()):
-            slot = int(rows.slots_np[i])
-            if slot not in self._answers or not begins:
-                continue
+
+        def choose_first(i: int, start: int) -> tuple[int, list[int]]:
+            slot = rows.slots_list[i]
             self._added.pop(slot, None)
-            answer = self._update_answer(slot, start)
-            if answer is None or answer.position >= answer.end:
-                continue
-            run = self._reveal_run(slot, draws.legal_in_canvas(i), 0, 1, _ONE)
-            if run is not None:
-                (chosen[i],) = run
-        return self._replace_tokens(tokens, chosen)
+            if self._open_answer(slot, start) is None:
+                return 0, []
+            return 0, self._reveal_run(slot, draws.legal_in_canvas(i), 0, 1, _ONE) or []
 
+        begins = torch.ones_like(starts) if is_new is None else is_new
+        return self._replace_tokens(rows, starts, begins, tokens[:, None], choose_first)[:, 0]
 
-class _Run(NamedTuple):
-    """The run of tokens that a step reveals in one canvas."""
-
-    first: int  # row of the canvas
-    tokens: list[int]  # from there on
-    is_last: bool  # no row behind it matters
+    def _replace_tokens(
+        self,
+        batch: CanvasBatch,
+        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        are_chosen: torch.Tensor,  # [n] bool, canvases whose tokens may be replaced
+        tokens: torch.Tensor,  # [n, C] int64
+        find: Callable[[int, int], tuple[int, list[int]]],
+    ) -> torch.Tensor:
+        """Returns `tokens` [n, C] int64, with legal ones in the chosen canvases that have a
+        grammar. `find` gets the index of such a canvas and where it begins, and returns the first
+        row whose token is replaced and the tokens from there on. Waits for the device."""
+        legal = np.full(tokens.shape, _NONE, dtype=np.int64)
+        on_host = torch.stack((starts, are_chosen.long()), dim=1).tolist()
+        for i, (start, is_chosen) in enumerate(on_host):
+            if is_chosen and batch.slots_list[i] in self._answers:
+                first, run = find(i, start)
+                legal[i, first : first + len(run)] = run
+        on_device = self._to_device(legal)
+        return torch.where(on_device == _NONE, tokens, on_device)

@@ -18,22 +18,19 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.compat.grammar import serialize_grammar
-from vllm_dllm.denoise.acceptance import Reveal
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import Reveal
 from vllm_dllm.denoise.step import LegalPaths
 from vllm_dllm.grammar.canvas import constrain_canvas
-from vllm_dllm.grammar.rows import LegalPath
 from vllm_dllm.grammar.state import GrammarState, Reasoning
-from vllm_dllm.grammar.walk import StuckError
+from vllm_dllm.grammar.walk import LegalPath, StuckError
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.requests.structured_outputs import grammar_compiler, parse_exclusions
-from vllm_dllm.step.asked.answer import Answer, KeptMarks
-from vllm_dllm.step.asked.candidates import read_canvas_rows
+from vllm_dllm.step.asked.answer import Answer, KeptMarks, read_canvas_rows
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits, RowMasks
-from vllm_dllm.step.registry import NewRequest
-from vllm_dllm.step.slots import CanvasSlots
+from vllm_dllm.step.slots import CanvasSlots, NewRequest, Registry
 
 logger = init_logger(__name__)
 
@@ -69,7 +66,7 @@ class Legal(NamedTuple):
         return torch.where(self.next_forced == _NONE, next_canvas, self.next_forced)
 
 
-class CanvasGrammars:
+class CanvasGrammars(Registry):
     """Keeps the grammars of requests by slot, and finds the legal paths of their canvases. A
     request without a grammar has no entry."""
 
@@ -137,14 +134,12 @@ class CanvasGrammars:
                 self._write_forced_start(slot, answer)
 
     def _write_forced_start(self, slot: int, answer: Answer) -> None:
-        """Writes the tokens that the grammar forces at the answer's start into the slot's
-        canvas."""
+        """Writes the tokens that the grammar forces at the answer's start to the slot's canvas."""
         forced = answer.state.forced_tokens()[: self._slots.canvas.shape[1]]
         self._slots.canvas[slot, : len(forced)] = self._to_device(forced)
 
     def remove_request(self, slot: int) -> None:
-        """Forgets the slot's grammar. Keeps its marks, since the request may come back after a
-        preemption."""
+        """Forgets the slot's grammar. Keeps its marks: the request may have been preempted."""
         self._added.pop(slot, None)
         if (answer := self._answers.pop(slot, None)) is not None:
             self._kept.save(self._req_states.index_to_req_id[slot], answer)
@@ -175,8 +170,7 @@ class CanvasGrammars:
         self.remove_request(slot)
 
     def cut_answers(self, batch: CanvasBatch) -> list[int]:
-        """Returns the batch indices of requests whose answers were closed early, because their
-        tokens run out."""
+        """Returns batch indices of requests whose answers are closed since their tokens run out."""
         cut = {slot for slot, answer in self._answers.items() if answer.is_cut}
         return [int(batch.requests_np[i]) for i in batch.canvases_in(cut)] if cut else []
 

@@ -11,17 +11,23 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_dllm.compat.logprobs import pack_step_into_ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogprobRequest:
-    """The log-probabilities that one request wants for each of its tokens."""
+    """The log-probabilities that one request wants for each of its tokens, and what is kept of
+    earlier steps for it."""
 
     num_logprobs: int  # most likely tokens to report besides the chosen one
     token_ids: torch.Tensor  # [k] int64, report these instead of the most likely ones; k may be 0
+    when_placed: bool = False  # of the step that placed a token
+    read_only: bool = False
+    constrained: bool = False  # among its allowed tokens
+    latest: LogprobsTensors | None = None
+    """Scores [C rows] of the last step not taken back, or of those that placed the tokens."""
+    seed: torch.Tensor | None = None  # logits [V] that the canvas' first token was drawn from
 
 
 class Placements(NamedTuple):
-    """Where a step of a masked model places tokens in n canvases, by revealing or replacing
-    them."""
+    """Where a masked model's step places tokens in n canvases, by revealing or replacing them."""
 
     positions: torch.Tensor  # [n, C] bool
     steps: torch.Tensor  # [n] int64, the number of this step in each canvas, from 1
@@ -100,10 +106,8 @@ def join_tiles(tiles: Sequence[LogprobsTensors]) -> LogprobsTensors:
 
 def join_requests(parts: Sequence[LogprobsTensors], first_rows: list[int]) -> LogprobsTensors:
     """Returns the scores of all requests as one. The scores of batch request i begin at row
-    `first_rows[i]`.
-
-    Narrower parts are padded with token 0 at -inf, which vLLM's output processor never reports.
-    """
+    `first_rows[i]`. Narrower parts are padded with token 0 at -inf, which vLLM's output processor
+    never reports."""
     width = max(part.logprobs.shape[1] for part in parts)
 
     def joined(tensors: Sequence[torch.Tensor], fill: float) -> torch.Tensor:

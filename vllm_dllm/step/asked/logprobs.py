@@ -4,6 +4,8 @@ A block that has a commit of its own is emitted one step after the step that dec
 step's log-probabilities are kept for one step: a commit reports those of the step before it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -23,10 +25,10 @@ from vllm_dllm.step.asked.logprob_tensors import (
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.logits.canvas_logits import CanvasLogits
 from vllm_dllm.step.logits.masked_logits import MaskedLogits
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 
-class StepLogprobs:
+class StepLogprobs(Registry):
     """Keeps log-probabilities by slot and reports them with the tokens that a step emits. Only
     requests that ask for log-probabilities have an entry."""
 
@@ -37,14 +39,6 @@ class StepLogprobs:
         self.vocab_size = vocab_size
         self.device = device
         self._requests: dict[int, LogprobRequest] = {}
-        # Scores [C rows] of the slot's latest step that was not taken back, or of the steps that
-        # placed its tokens.
-        self._latest: dict[int, LogprobsTensors] = {}
-        # Logits [V] that the first token of the slot's canvas was drawn from.
-        self._seeds: dict[int, torch.Tensor] = {}
-        self._when_placed: set[int] = set()  # want the scores of the step that placed a token
-        self._read_only: set[int] = set()
-        self._constrained: set[int] = set()  # want scores among their allowed tokens
 
     def add_request(self, request: NewRequest) -> None:
         """Keeps which log-probabilities the request asks for, if any."""
@@ -56,24 +50,13 @@ class StepLogprobs:
         self._requests[slot] = LogprobRequest(
             self.vocab_size if count == -1 else count or 0,
             async_tensor_h2d(np.array(token_ids, dtype=np.int64), device=self.device),
+            when_placed=options.logprobs == "unmask",
+            read_only=options.read_only,
+            constrained=options.constrained,
         )
-        if options.logprobs == "unmask":
-            self._when_placed.add(slot)
-        if options.read_only:
-            self._read_only.add(slot)
-        if options.constrained:
-            self._constrained.add(slot)
-
-    def apply_staged_writes(self) -> None:
-        """Does nothing: `add_request` stages no copies."""
 
     def remove_request(self, slot: int) -> None:
         self._requests.pop(slot, None)
-        self._latest.pop(slot, None)
-        self._seeds.pop(slot, None)
-        self._when_placed.discard(slot)
-        self._read_only.discard(slot)
-        self._constrained.discard(slot)
 
     def any_in(self, batch: CanvasBatch) -> bool:
         """Returns whether any request of the batch asks for log-probabilities."""
@@ -82,7 +65,13 @@ class StepLogprobs:
     def needs_placements(self, batch: CanvasBatch) -> bool:
         """Returns whether `report` needs `placements`: a request asks for scores of the step that
         placed a token."""
-        return batch.any_in(self._when_placed)
+        return any(request.when_placed for _, request in self._requests_in(batch))
+
+    def _requests_in(self, batch: CanvasBatch) -> Iterator[tuple[int, LogprobRequest]]:
+        """Yields the indices of canvases that ask for log-probabilities, and what they ask for."""
+        for i, slot in enumerate(batch.slots_list if self._requests else ()):
+            if (request := self._requests.get(slot)) is not None:
+                yield i, request
 
     def keep_first_scores(
         self,
@@ -94,31 +83,29 @@ class StepLogprobs:
     ) -> None:
         """Keeps the scores of the first token of each canvas, which is sampled before the canvas'
         first step. Skips requests that do not ask for scores of the step that placed a token."""
-        for i, slot in enumerate(batch.slots_list):
-            if slot not in self._when_placed:
+        for i, request in self._requests_in(batch):
+            if not request.when_placed:
                 continue
-            scores = self._score_tokens(
-                logits, i, slot, row_temperature[i : i + 1], tokens[i : i + 1]
-            )
+            own = slice(i, i + 1)
+            scores = self._score_tokens(logits, i, request, row_temperature[own], tokens[own])
             latest = pad_rows(with_reveal_step(0, scores), batch.canvas_length)
-            if is_new is not None and (before := self._latest.get(slot)) is not None:
-                latest = select_scores(is_new[i], latest, before)
-            self._latest[slot] = latest
+            if is_new is not None and request.latest is not None:
+                latest = select_scores(is_new[i], latest, request.latest)
+            request.latest = latest
 
     def _score_tokens(
         self,
         logits: CanvasLogits,
         i: int,  # index of the canvas
-        slot: int,
+        wanted: LogprobRequest,
         row_temperature: torch.Tensor | None,  # [L, 1]; None: 1
         tokens: torch.Tensor,  # [L] int64
     ) -> LogprobsTensors:
-        """Returns the scores of `tokens` in canvas i, whose request is in `slot`. They are of
-        processed logits if the server reports those or the request is constrained, else of raw
-        logits."""
+        """Returns the scores of `tokens` in canvas i. They are of processed logits if the server
+        reports those or the request is constrained, else of raw logits."""
         # A constrained request asks for probabilities among its choices.
-        in_process = self.reports_processed or slot in self._constrained
-        wanted, tiles, first = self._requests[slot], [], 0
+        in_process = self.reports_processed or wanted.constrained
+        tiles, first = [], 0
         for rows in logits.processed(i) if in_process else logits.raw(i):
             last = first + len(rows)
             scale = None if row_temperature is None else row_temperature[first:last]
@@ -137,12 +124,12 @@ class StepLogprobs:
         """Keeps the logits that the first tokens of n canvases were drawn from, for slots that ask
         for log-probabilities. No later forward computes these logits."""
         for i, slot in enumerate(slots):
-            if slot in self._requests:
-                before = self._seeds.get(slot)
-                if is_new is None or before is None:
-                    self._seeds[slot] = logits[i].clone()
-                else:
-                    self._seeds[slot] = torch.where(is_new[i], logits[i], before)
+            if (request := self._requests.get(slot)) is None:
+                continue
+            if is_new is None or request.seed is None:
+                request.seed = logits[i].clone()
+            else:
+                request.seed = torch.where(is_new[i], logits[i], request.seed)
 
     def restore_seed_logits(
         self,
@@ -152,10 +139,10 @@ class StepLogprobs:
     ) -> None:
         """Overwrites the first row of each seeded canvas in `logits` with the logits kept for its
         slot. Canvases whose requests ask for no log-probabilities stay."""
-        for i, slot in enumerate(batch.slots_list):
-            if (seed := self._seeds.get(slot)) is not None:
+        for i, request in self._requests_in(batch):
+            if request.seed is not None:
                 first = batch.rows_of(i).start
-                logits[first] = torch.where(are_seeded[i], seed, logits[first])
+                logits[first] = torch.where(are_seeded[i], request.seed, logits[first])
 
     def shift_draft_logits(
         self,
@@ -167,11 +154,11 @@ class StepLogprobs:
         """Moves the logits of verified drafts on by one row, in place, because their rows predict
         the tokens behind them. The first row gets the kept logits. The logits of the last accepted
         row are kept: the next canvas' first token is drawn from them."""
-        for i, slot in enumerate(batch.slots_list):
-            if (seed := self._seeds.get(slot)) is not None:
+        for i, request in self._requests_in(batch):
+            if (seed := request.seed) is not None:
                 own = logits.all_rows(in_process=self.reports_processed)[batch.rows_of(i)]
                 (last,) = own.index_select(0, num_accepted[i : i + 1] - 1)
-                self._seeds[slot] = torch.where(verified_now[i], last, seed)
+                request.seed = torch.where(verified_now[i], last, seed)
                 own[1:] = torch.where(verified_now[i], own[:-1].clone(), own[1:])
                 own[0] = seed
 
@@ -196,47 +183,36 @@ class StepLogprobs:
             return None
         parts: list[LogprobsTensors] = []
         first_rows, num_rows = [0] * num_reqs, 0
-        for i in batch.canvases_in(self._requests):
-            rows, slot = batch.rows_of(i), batch.slots_list[i]
+        for i, wanted in self._requests_in(batch):
+            rows = batch.rows_of(i)
             length = rows.stop - rows.start
             # A read-only request asks what the model thinks, not what the schedule makes of it.
-            scale = None if slot in self._read_only else row_temperature[rows]
-            scores = self._score_tokens(logits, i, slot, scale, best_guess[i, :length])
+            scale = None if wanted.read_only else row_temperature[rows]
+            scores = self._score_tokens(logits, i, wanted, scale, best_guess[i, :length])
             is_draft = are_drafts is not None and bool(are_drafts[i])
             if is_draft and length < batch.canvas_length:
                 # What is drawn behind the last row may be emitted with it.
-                wanted, seed = self._requests[slot], self._seeds[slot][None]
+                assert wanted.seed is not None, "kept for drafts"
                 behind, scale = best_guess[i, length : length + 1], row_temperature[rows][-1:]
-                of_next = token_logprobs(seed, scale, behind, wanted, self.reports_logits)
+                of_next = token_logprobs(
+                    wanted.seed[None], scale, behind, wanted, self.reports_logits
+                )
                 scores = join_tiles([scores, of_next])
-            if slot in self._when_placed:
+            if wanted.when_placed:
                 assert placements is not None, "needs_placements says so"
                 scores = with_reveal_step(placements.steps[i], scores)
-                if (before := self._latest.get(slot)) is not None:
+                if wanted.latest is not None:
                     positions = placements.positions[i, :length]
-                    scores = select_scores(positions, scores, first_rows_of(before, length))
-            if not (slot in self._read_only or is_draft):
-                is_cut = None if cut is None else cut[i]
-                scores = self._keep_latest(slot, scores, at_once[i], is_cut, batch.canvas_length)
+                    scores = select_scores(positions, scores, first_rows_of(wanted.latest, length))
+            if not (wanted.read_only or is_draft):
+                before, latest = wanted.latest, pad_rows(scores, batch.canvas_length)
+                if before is not None:
+                    # A commit's own logits say nothing of its block: the step before decided it.
+                    scores = select_scores(at_once[i], scores, first_rows_of(before, length))
+                    # The host does not know whether the step was taken back.
+                    latest = latest if cut is None else select_scores(cut[i], before, latest)
+                wanted.latest = latest
             first_rows[int(batch.requests_np[i])] = num_rows
             num_rows += len(scores.logprobs)
             parts.append(scores)
         return join_requests(parts, first_rows)
-
-    def _keep_latest(
-        self,
-        slot: int,
-        scores: LogprobsTensors,  # of this step, [L rows]
-        at_once: torch.Tensor,  # [] bool, whether this step's logits decided the block
-        is_cut: torch.Tensor | None,  # [] bool, whether the step is taken back; None: it is not
-        canvas_length: int,
-    ) -> LogprobsTensors:
-        """Keeps the scores for the next step, unless this one is taken back. Returns those of the
-        step that decided the block [L rows]: this step's, or else what was kept before."""
-        before, latest = self._latest.get(slot), pad_rows(scores, canvas_length)
-        if before is not None:
-            scores = select_scores(at_once, scores, first_rows_of(before, len(scores.logprobs)))
-            # The host does not know whether the step was taken back.
-            latest = latest if is_cut is None else select_scores(is_cut, before, latest)
-        self._latest[slot] = latest
-        return scores

@@ -9,7 +9,7 @@ from vllm_dllm.denoise.masked import NO_BOUND, Edits, MaskedRules, even_share
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.settings import write_rows_
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 _NEVER = 2.0  # a threshold that no probability exceeds
 _ALWAYS = -1.0  # a threshold that every probability exceeds
@@ -28,7 +28,7 @@ class _Settings(NamedTuple):
     entropy_bound: float  # nats, or NO_BOUND
     edit_threshold: float  # probability; _NEVER: no revealed token changes
     edit_steps: float  # most steps that only change revealed tokens
-    is_verified: float  # 1 = canvases are drafts, see `verified_step`, `drafting_step`
+    is_verified: float  # 1 = canvases are drafts, see `VerifiedStep`, `DraftingStep`
     blocks_in_flight: float  # blocks that are denoised together; _ALL: all of a canvas
 
 
@@ -65,8 +65,7 @@ class MaskedStepSettings(NamedTuple):
         num_steps: torch.Tensor,  # [n] int64
         canvas_length: int | torch.Tensor,  # positions; [n] int64, or one number for all
     ) -> MaskedRules:
-        """Returns the rules by which each canvas' coming step chooses the candidates that it
-        reveals."""
+        """Returns the rules by which each canvas' next step chooses what candidates it reveals."""
         least = self.least
         if self.has_shares:
             share = even_share(steps_done, num_steps, canvas_length)
@@ -82,7 +81,7 @@ class MaskedStepSettings(NamedTuple):
         return Edits(edits, self.edit_threshold, self.edit_steps, steps_done)
 
 
-class MaskedSlotSettings:
+class MaskedSlotSettings(Registry):
     """The settings of every slot, on the host and in a table on the device."""
 
     def __init__(
@@ -135,21 +134,19 @@ class MaskedSlotSettings:
         return any(not one.is_greedy for one in self._known_settings(batch.slots_list))
 
     def are_verified(self, slots_np: np.ndarray) -> np.ndarray:
-        """Returns [n] bool: whether the drafts of the slots [n] are verified, see `verified_step`
-        and `drafting_step`."""
+        """Returns [n] bool: whether the drafts of the slots [n] are verified, see `VerifiedStep`
+        and `DraftingStep`."""
         return self._are_verified[slots_np]
 
     def for_batch(self, batch: CanvasBatch) -> MaskedStepSettings:
-        """Returns the settings of a step's canvases. Consecutive steps of the same slots get the
-        same object."""
+        """Returns the settings of a step's canvases; the same object for the same slots."""
         slots = batch.slots_list
         if self._latest is None or self._latest[0] != slots:
             self._latest = slots, self._read_table(batch, self._known_settings(slots))
         return self._latest[1]
 
     def _known_settings(self, slots: list[int]) -> list[_Settings]:
-        """Returns the settings of the slots' requests. Skips slots of a warm-up, which have
-        none."""
+        """Returns the settings of the slots' requests. A warm-up's slots have none: skips them."""
         return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
     def _read_table(self, batch: CanvasBatch, of_requests: list[_Settings]) -> MaskedStepSettings:

@@ -13,7 +13,7 @@ from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
 
 
 class LoadStages:
@@ -38,9 +38,8 @@ class LoadStages:
         allowed: torch.Tensor,  # [n] int64, how many stages each canvas' request allows
         reached: int,  # stages that apply to this step
     ) -> StepRules:
-        """Returns the rules of n canvases with loosened thresholds, as tensors [n]. Each threshold
-        is the looser one of two: the canvas' own, and that of the last stage that applies to its
-        request."""
+        """Returns the rules of n canvases with loosened thresholds, as tensors [n]. Each is the
+        looser one of the canvas' own and that of the last stage that applies to its request."""
         stage = allowed.clamp(max=reached)
         return rules._replace(
             confidence_threshold=torch.maximum(
@@ -81,8 +80,7 @@ class RevealSettings(NamedTuple):
 
 
 class StepSettings(NamedTuple):
-    """The settings of a step's n canvases: numbers if all have the server's settings, else tensors
-    [n]."""
+    """The settings of a step's n canvases: numbers if all have the server's, else tensors [n]."""
 
     t_min: float | torch.Tensor
     t_span: float | torch.Tensor
@@ -92,7 +90,7 @@ class StepSettings(NamedTuple):
     reveal: RevealSettings | None = None  # None: no canvas reveals permanently
 
 
-class SlotSettings:
+class SlotSettings(Registry):
     """The settings of every slot, in a table on the device. The host keeps those of slots that
     differ from the server's settings."""
 
@@ -154,8 +152,7 @@ class SlotSettings:
     def _read_settings(
         self, options: RequestOptions, temperature: float, num_steps: int
     ) -> Settings:
-        """Returns a request's settings as numbers. The server's settings stand in for those it does
-        not set."""
+        """Returns a request's settings as numbers, the server's for those that it does not set."""
         default = self._default
         t_min, t_span = default.t_min, default.t_span
         if options.t_min is not None and options.t_max is not None:

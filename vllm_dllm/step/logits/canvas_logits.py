@@ -2,7 +2,7 @@
 tiles."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,12 +11,40 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.impossible import ILLEGAL_LOGIT
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
 from vllm_dllm.step.logits.filters import LogitFilters, RuleContext
-from vllm_dllm.step.logits.sampling_memory import (
-    BYTES_PER_WHOLE_LOGIT,
-    SamplingMemory,
-    rows_within_budget,
-)
 from vllm_dllm.step.logits.soft_embedding import SoftEmbedding
+
+# fp32: logit, scaled, log-probability, probability, cumulative; top_k and top_p sort in between
+BYTES_PER_WHOLE_LOGIT = 8 * 4
+
+
+def most_step_bytes(model: Any, dtype: torch.dtype, rows: int, budget_bytes: int) -> int:
+    """Returns the most bytes that a step of `rows` rows takes for logits and the values computed
+    from them. `dtype`: the model's."""
+    if model.streams_vocabulary:
+        return budget_bytes
+    # The LM head's output, its soft-capped copy, and one to which rules are applied.
+    per_logit = dtype.itemsize + 8
+    return budget_bytes + rows * model.config.vocab_size * per_logit
+
+
+def rows_within_budget(vocab_size: int, budget_bytes: int) -> int:
+    """Returns how many rows of logits, with what is made of them, fit the budget; 1 or more."""
+    return max(1, budget_bytes // (vocab_size * BYTES_PER_WHOLE_LOGIT))
+
+
+class SamplingMemory:
+    """Records the most memory that a step's logits, and what is made of them, have taken. It is
+    counted on the host, from shapes: no allocator is asked, so it is the same on every device, and
+    nothing waits."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """`budget_bytes`: the most that a tile of logits may take, beside logits held whole."""
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+
+    def record(self, num_bytes: int) -> None:
+        """Records that `num_bytes` are held at once."""
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
 
 
 class RowMasks(NamedTuple):
@@ -73,8 +101,7 @@ class CanvasLogits(Protocol):
         """Yields the logits of `raw` with the request's rules applied and without a temperature."""
 
     def row(self, i: int, position: int) -> torch.Tensor:
-        """Returns the logits [V] fp32 of one position of canvas i, with the rules that need no
-        other row."""
+        """Returns the logits [V] fp32 of a position of canvas i, by rules for a single row."""
 
     def exclude(self, i: int, masks: RowMasks) -> None:
         """Excludes the tokens that `masks` does not allow from canvas i, in all later reads."""
@@ -83,12 +110,7 @@ class CanvasLogits(Protocol):
 class WholeLogits:
     """`CanvasLogits` made of logits [rows, V] fp32. Requests' rules are applied once, to a copy."""
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        context: RuleContext,
-        tools: LogitTools,
-    ) -> None:
+    def __init__(self, logits: torch.Tensor, context: RuleContext, tools: LogitTools) -> None:
         self.batch = context.batch
         self.soft, self.filters, self.memory = tools
         self.tile_rows = rows_within_budget(logits.shape[1], self.memory.budget_bytes)
@@ -108,15 +130,13 @@ class WholeLogits:
         return self._processed[self.batch.rows_of(i)][position]
 
     def record_and_tile(self) -> Iterator[slice]:
-        """Returns slices that split all rows into tiles, and records the memory that one tile
-        takes."""
+        """Returns slices that split all rows into tiles, and records the memory of one tile."""
         num_rows = len(self._raw)
         self._record_memory(min(num_rows, self.tile_rows))
         return tiles(slice(0, num_rows), self.tile_rows)
 
     def _record_memory(self, num_rows: int) -> None:
-        """Records the memory of the logits and of the values computed from `num_rows` rows at a
-        time."""
+        """Records the memory of logits, and of what is made of `num_rows` rows at a time."""
         held = 1 if self._processed is self._raw else 2
         self.memory.record(
             held * self._raw.nbytes + num_rows * self._raw.shape[1] * BYTES_PER_WHOLE_LOGIT

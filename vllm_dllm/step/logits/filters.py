@@ -1,22 +1,26 @@
 """Applies the sampling parameters of a batch's requests to the logits of their canvases."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.rule_tokens import DeviceRuleTokens, RuleTokens, copy_to_device
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.slots import NewRequest, Registry
+
+if TYPE_CHECKING:
+    from vllm_dllm.step.canvas_stages import StepInputs
 
 
 @lru_cache
@@ -38,7 +42,7 @@ class RuleContext(NamedTuple):
     rows take their best guesses."""
 
 
-class LogitFilters:
+class LogitFilters(Registry):
     """Keeps requests' rules and truncations by slot, and applies them to logits. Requests without
     any have no entry and cost nothing."""
 
@@ -52,49 +56,80 @@ class LogitFilters:
         them: two tokens that a deletion brings together may be a bad word."""
         self._rules: dict[int, LogitRules] = {}
         self._truncated: set[int] = set()  # slots with top_k, top_p or min_p
-        self._added: list[tuple[NewRequest, RuleTokens]] = []  # staged requests with rules
+        # Staged requests, and what their rules name, by slot.
+        self._added: dict[int, tuple[NewRequest, tuple[Sequence[float], ...]]] = {}
 
     # --- requests ---------------------------------------------------------------------------
 
     def add_request(self, request: NewRequest) -> None:
         """Stages the request's rules for `apply_staged_writes`, and notes whether it truncates
         logits."""
-        params = request.params
+        params, named = request.params, self._named_tokens(request)
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             self._truncated.add(request.slot)
-        tokens = RuleTokens.from_request(request, self.vocab_size)
-        if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
-            tokens = tokens._replace(never=[*tokens.never, *self.moving_tokens])
-        if tokens or params.bad_words_token_ids or use_penalty(params):
-            self._added.append((request, tokens))
+        if any(named) or params.bad_words_token_ids or use_penalty(params):
+            self._added[request.slot] = request, named
 
     def remove_request(self, slot: int) -> None:
         self._rules.pop(slot, None)
         self._truncated.discard(slot)
-        self._added = [added for added in self._added if added[0].slot != slot]
+        self._added.pop(slot, None)
+
+    def _named_tokens(self, request: NewRequest) -> tuple[Sequence[float], ...]:
+        """Returns what a request's rules name: the allowed tokens, none if all are; bad words of
+        one token; biased tokens, and their biases; stop tokens that may not come before
+        `min_tokens` others."""
+        params, size = request.params, self.vocab_size
+        allowed = params.allowed_token_ids
+        if request.options.constrained:
+            allowed = params.logprob_token_ids
+        bias, words = params.logit_bias or {}, params.bad_words_token_ids or []
+        # A tokenizer or a generation_config may name tokens that the model does not have.
+        never = [word[0] for word in words if len(word) == 1 and 0 <= word[0] < size]
+        if any(len(word) > 1 for word in words):
+            never += self.moving_tokens
+        stops = [stop for stop in sorted(params.all_stop_token_ids) if 0 <= stop < size]
+        # A grammar's walk knows where an answer can go on (`GrammarState.min_tokens`).
+        has_early_stops = params.min_tokens > 0 and params.structured_outputs is None
+        early_stops = stops if has_early_stops else []
+        return allowed or [], never, list(bias), list(bias.values()), early_stops
 
     def apply_staged_writes(self) -> None:
         """Makes the rules of staged requests. Copies the tokens of all of them to the device at
-        once."""
+        once, without waiting."""
         if not self._added:
             return
-        of_all = copy_to_device(self.device, [tokens for _, tokens in self._added])
-        for (request, _), tokens in zip(self._added, of_all, strict=True):
-            if rules := self._make_rules(request, tokens):
-                self._rules[request.slot] = rules
+        lists = [one for _, named in self._added.values() for one in named]
+        numbers = np.concatenate([np.array(one, dtype=np.float64) for one in lists])  # exact
+        copied = async_tensor_h2d(numbers, device=self.device).split([len(one) for one in lists])
+        parts = iter(copied)
+        for slot, (request, named) in self._added.items():
+            if rules := self._make_rules(request, *(next(parts) for _ in named)):
+                self._rules[slot] = rules
         self._added.clear()
 
-    def _make_rules(self, request: NewRequest, tokens: DeviceRuleTokens) -> LogitRules:
-        """Returns the rules that a request's sampling parameters set."""
-        params = request.params
+    def _make_rules(
+        self,
+        request: NewRequest,
+        allowed: torch.Tensor,  # [k] float64, as the others: see `_named_tokens`
+        never: torch.Tensor,
+        biased: torch.Tensor,
+        biases: torch.Tensor,
+        early_stops: torch.Tensor,
+    ) -> LogitRules:
+        """Returns the rules that a request's parameters set; without effect if they set none."""
+        params, size = request.params, self.vocab_size
         words = params.bad_words_token_ids or []
-        rules = LogitRules(
-            bias=tokens.make_bias(self.vocab_size),
-            excluded=tokens.make_excluded(self.vocab_size),
-            bad_words=BadWords(w for w in words if len(w) > 1 and max(w) < self.vocab_size),
-        )
-        if len(tokens.early_stops):
-            rules.early_stops = tokens.early_stops
+        rules = LogitRules(bad_words=BadWords(w for w in words if len(w) > 1 and max(w) < size))
+        if len(biased):
+            bias = torch.zeros(size, device=self.device)
+            rules.bias = bias.index_copy_(0, biased.long(), biases.float())
+        if len(allowed) or len(never):
+            excluded = torch.full((size,), len(allowed) > 0, dtype=torch.bool, device=self.device)
+            excluded.index_fill_(0, allowed.long(), False)
+            rules.excluded = excluded.index_fill_(0, never.long(), True)
+        if len(early_stops):
+            rules.early_stops = early_stops.long()
             rules.stops_from = request.prompt_len + params.min_tokens
         if use_penalty(params):
             rules.penalties = self._make_penalties(request)
@@ -168,18 +203,19 @@ class LogitFilters:
 
     def spelling_changes(
         self,
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        inputs: "StepInputs",
         tokens: torch.Tensor,  # [n, C] int64, without the changes
         changed: torch.Tensor,  # [n, C] bool, positions that may change
         others: torch.Tensor,  # [n, C] int64, their tokens then
     ) -> torch.Tensor:
         """Returns [n, C] bool: positions that must not change, since their requests' bad words of
         several tokens would be spelled. Waits for the device if a request has such words."""
-        spelling = torch.zeros_like(changed)
+        batch, spelling = inputs.batch, torch.zeros_like(changed)
         for i in self.canvases_with_bad_words(batch):
             words, length = self.rules_of_request(i, batch).bad_words, int(batch.lengths_np[i])
-            before = self._tokens_before(int(batch.slots_np[i]), starts[i], words.reach).tolist()
+            before = self._tokens_before(
+                int(batch.slots_np[i]), inputs.starts[i], words.reach
+            ).tolist()
             columns = torch.stack((tokens[i], changed[i].long(), others[i]))[:, :length].tolist()
             rows = enumerate(zip(*columns[1:], strict=True))
             changes = {row: other for row, (is_changed, other) in rows if is_changed}
@@ -219,19 +255,18 @@ class LogitFilters:
 
     def write_emitted_tokens(
         self,
-        batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        inputs: "StepInputs",
         blocks: torch.Tensor,  # [n, C] int64
         emitted: torch.Tensor,  # [n] int64, tokens
     ) -> None:
         """Writes the emitted tokens of requests with bad words to the runner's `all_token_ids`, in
         place. The runner writes them later, but rules applied in this step look back at them."""
-        for i in self.canvases_with_rules(batch):
+        batch = inputs.batch
+        for i in self.canvases_with_bad_words(batch):
             slot, length = int(batch.slots_np[i]), int(batch.lengths_np[i])
-            if self.rules_of_request(i, batch).bad_words:
-                tokens = self.req_states.all_token_ids.gpu[slot]
-                positions = starts[i] + _positions(length, self.device)
-                positions = positions.clamp(max=len(tokens) - 1)  # of a canvas that is cut
-                block = blocks[i, :length].to(tokens.dtype)
-                is_emitted = _positions(length, self.device) < emitted[i]
-                tokens[positions] = torch.where(is_emitted, block, tokens[positions])
+            tokens = self.req_states.all_token_ids.gpu[slot]
+            positions = inputs.starts[i] + _positions(length, self.device)
+            positions = positions.clamp(max=len(tokens) - 1)  # of a canvas that is cut
+            block = blocks[i, :length].to(tokens.dtype)
+            is_emitted = _positions(length, self.device) < emitted[i]
+            tokens[positions] = torch.where(is_emitted, block, tokens[positions])

@@ -10,13 +10,12 @@ import torch
 from vllm_dllm.denoise.impossible import MASKED_LOGIT
 from vllm_dllm.denoise.masked import Candidates, draw_candidates
 from vllm_dllm.denoise.row_stats import argmax, sample_by_inversion
-from vllm_dllm.grammar.revealed_run import ChooseCandidate, RowCandidate
+from vllm_dllm.grammar.canvas import ChooseCandidate, RowCandidate
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.logits.canvas_logits import LogitTools, RowMasks, WholeLogits, tiles
-from vllm_dllm.step.logits.sampling_memory import rows_within_budget
+from vllm_dllm.step.logits import canvas_logits
 
 
-class MaskedLogits(WholeLogits):
+class MaskedLogits(canvas_logits.WholeLogits):
     """The logits of masked models' canvases."""
 
     def all_rows(self, *, in_process: bool) -> torch.Tensor:
@@ -25,8 +24,7 @@ class MaskedLogits(WholeLogits):
         return self._processed if in_process else self._raw
 
     def exclude_tokens(self, canvases: Sequence[int], tokens: torch.Tensor) -> None:
-        """Excludes `tokens` [m] int64 from the canvases with indices `canvases`, in all later
-        reads."""
+        """Excludes `tokens` [m] int64 from `canvases`, by index, in all later reads."""
         if canvases and self._processed is self._raw:
             self._processed = self._raw.clone()
         for i in canvases:
@@ -37,7 +35,7 @@ class RowNoise(NamedTuple):
     """The temperatures and the noise by which tokens are drawn from the rows of a step."""
 
     batch: CanvasBatch
-    tools: LogitTools
+    tools: canvas_logits.LogitTools
     temperature: torch.Tensor  # [rows, 1] fp32
     uniform: torch.Tensor | None  # [rows] float64; None: all are greedy
     is_greedy: torch.Tensor  # [rows] bool
@@ -59,8 +57,8 @@ class RowNoise(NamedTuple):
 
     def draw_tokens(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         """Returns the tokens [k] int64 that `draw` draws, tile by tile."""
-        length = rows_within_budget(logits.shape[1], self.tools.memory.budget_bytes)
-        parts = zip(tiles(rows, length), logits.split(length), strict=True)
+        length = canvas_logits.rows_within_budget(logits.shape[1], self.tools.memory.budget_bytes)
+        parts = zip(canvas_logits.tiles(rows, length), logits.split(length), strict=True)
         return torch.cat([self.draw(of_tile, tile).tokens for tile, of_tile in parts])
 
 
@@ -82,8 +80,7 @@ class RowDraws(NamedTuple):
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def draw_all_without(self, excluded: torch.Tensor) -> torch.Tensor:
-        """Returns [rows] int64: a token drawn from every row, none of them in `excluded` [m]
-        int64."""
+        """Returns [rows] int64: a token drawn from every row, none of `excluded` [m] int64."""
         num_rows = len(self.noise.is_greedy)
         rows = torch.arange(num_rows, device=excluded.device)
         return self.draw_rows_without(rows, excluded.expand(num_rows, -1), self.noise.uniform)
@@ -94,8 +91,7 @@ class RowDraws(NamedTuple):
         excluded: torch.Tensor,  # [k, m] int64, tokens that each of them may not have
         uniform: torch.Tensor | None,  # [k] float64; not read if all rows are greedy
     ) -> torch.Tensor:
-        """Returns [k] int64: a token drawn from each of `rows`, outside those that the row
-        excludes."""
+        """Returns [k] int64: a token drawn from each of `rows`, none that the row excludes."""
         processed, parts = self.logits.all_rows(in_process=True), []
         for places in torch.arange(len(rows), device=rows.device).split(self.logits.tile_rows):
             own = rows[places]
@@ -125,7 +121,7 @@ class RowDraws(NamedTuple):
         logits = self.logits.all_rows(in_process=True)[rows]
         judged = logits if self.judges_unscaled else self.noise.scale(logits, rows)
         if words is not None:
-            masks = RowMasks(np.zeros(1, dtype=np.int64), words[None])
+            masks = canvas_logits.RowMasks(np.zeros(1, dtype=np.int64), words[None])
             masks.exclude_(logits := logits.clone(), 0)
         drawn = self.noise.draw(logits, rows, judged)
         # Tokens are below 2 ** 53.

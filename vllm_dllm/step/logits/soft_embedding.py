@@ -6,13 +6,13 @@ server is told otherwise.
 """
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_dllm.denoise.expected_embedding import ExpectedEmbedding, TopTokens, top_k_tokens
-from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks
+from vllm_dllm.denoise.vocab_stream import BLOCK
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.expected_embedding_triton import FusedExpectedEmbedding
@@ -20,24 +20,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 LOG_SECONDS = 10.0
-
-
-class RunningEmbedding(Protocol):
-    """Accumulates the expected embeddings of rows, whose logits come in tiles of this rank's
-    vocabulary."""
-
-    def add_tile(
-        self,
-        logits: torch.Tensor,  # [rows, Vt] temperature-scaled
-        blocks: VocabBlocks,
-        weights: torch.Tensor | None,  # [rows, B, BLOCK], of `vocab_stream.read_blocks`
-        embeddings: torch.Tensor,  # [Vt, H]
-    ) -> None:
-        """Adds the next Vt tokens of this rank's vocabulary."""
-
-    def result(self) -> torch.Tensor:
-        """Returns [rows, H] in the model's dtype, over all ranks' vocabulary. All ranks must call
-        it."""
 
 
 class SoftEmbedding:
@@ -60,8 +42,7 @@ class SoftEmbedding:
         scaled: torch.Tensor,  # [rows, V] fp32, temperature-scaled
         probs: torch.Tensor,  # [rows, V] fp32, their softmax
     ) -> torch.Tensor:
-        """Returns the expected embeddings of rows that are held whole, [rows, H] in the model's
-        dtype."""
+        """Returns expected embeddings of rows held whole, [rows, H] in the model's dtype."""
         if self.top_k is None:
             return self.model.soft_embeddings(scaled, probs)
         top = probs.topk(min(self.top_k, probs.shape[1]), dim=-1)
@@ -84,64 +65,37 @@ class SoftEmbedding:
         hidden: torch.Tensor,  # [rows, H]
         temperature: torch.Tensor,  # [rows, 1] fp32
         guess: torch.Tensor | None,  # [rows] int64, the step before's best guess; < 0: none
-    ) -> RunningEmbedding:
+    ) -> "ExpectedEmbedding | FusedExpectedEmbedding | TopTokens":
         """Returns an accumulator for the expected embeddings of these rows, whose logits come tile
-        by tile."""
+        by tile, for `finish_rows`."""
+        first_token, weight = self.model.vocabulary_shard()
         if self.top_k is not None:
-            return _OfTopTokens(self, self.top_k)
+            return TopTokens(self.top_k, first_token)
         floor = None
         if self.tolerance and guess is not None:
             floor = self.model.token_logits(hidden, guess) / temperature.squeeze(-1)
         rows, hidden_size = hidden.shape
-        _, weight = self.model.vocabulary_shard()
         if hidden.is_cuda and hidden.dtype == weight.dtype and not self.tolerance:
             from vllm_dllm.denoise.expected_embedding_triton import FusedExpectedEmbedding
 
-            fused = FusedExpectedEmbedding(rows, len(weight), hidden.device)
-            return _Expected(self.model, fused)
+            return FusedExpectedEmbedding(rows, len(weight), hidden.device)
         num_blocks = -(-self.model.config.vocab_size // BLOCK)
-        return _Expected(
-            self.model,
-            ExpectedEmbedding(rows, hidden_size, hidden.device, self.tolerance, num_blocks, floor),
+        return ExpectedEmbedding(
+            rows, hidden_size, hidden.device, self.tolerance, num_blocks, floor
         )
 
-
-class _Expected:
-    """Accumulates expected embeddings, exactly or within a tolerance, and joins the sums of all
-    ranks."""
-
-    def __init__(self, model: Any, running: "ExpectedEmbedding | FusedExpectedEmbedding") -> None:
-        self.model, self.running = model, running
-        self.add_tile = running.add_tile
-
-    def result(self) -> torch.Tensor:
-        return self.model.join_soft_embeddings(*self.running.result())
-
-
-class _OfTopTokens:
-    """Keeps the most probable tokens of all tiles, and embeds the most probable ones of all
-    ranks."""
-
-    def __init__(self, soft: SoftEmbedding, k: int) -> None:
-        self.soft, self.running = soft, TopTokens(k)
-        self._next, _ = soft.model.vocabulary_shard()
-
-    def add_tile(
-        self,
-        logits: torch.Tensor,
-        blocks: VocabBlocks,
-        weights: torch.Tensor | None,
-        embeddings: torch.Tensor,
-    ) -> None:
-        self.running.add_tile(logits, self._next)
-        self._next += len(embeddings)
-
-    def result(self) -> torch.Tensor:
-        logits, tokens, log_total = self.running.result()
-        logits, tokens = self.soft.model.gather_shards((logits, tokens))
-        (log_totals,) = self.soft.model.gather_shards((log_total,))
-        logits, tokens = top_k_tokens(logits, tokens, self.running.k)
-        return self.soft.embed_tokens(tokens, (logits - log_totals.logsumexp(-1, True)).exp())
+    def finish_rows(
+        self, running: "ExpectedEmbedding | FusedExpectedEmbedding | TopTokens"
+    ) -> torch.Tensor:
+        """Returns [rows, H] in the model's dtype, over all ranks' vocabulary, when `running` has
+        all tiles of this rank's. All ranks must call it."""
+        if not isinstance(running, TopTokens):
+            return self.model.join_soft_embeddings(*running.result())
+        logits, tokens, log_total = running.result()
+        logits, tokens = self.model.gather_shards((logits, tokens))
+        (log_totals,) = self.model.gather_shards((log_total,))
+        logits, tokens = top_k_tokens(logits, tokens, running.k)
+        return self.embed_tokens(tokens, (logits - log_totals.logsumexp(-1, True)).exp())
 
 
 class DroppedMass:
@@ -154,8 +108,7 @@ class DroppedMass:
         self._logged = time.monotonic()
 
     def count_rows(self, dropped: torch.Tensor) -> None:
-        """Counts the probability left out of each row, `dropped` [rows, 1] fp32, and logs if it is
-        time."""
+        """Counts the probability left out of rows, `dropped` [rows, 1] fp32. Logs if it is time."""
         if self._parts is None:
             self._parts = torch.zeros(3, device=dropped.device)
         total, largest, rows = self._parts

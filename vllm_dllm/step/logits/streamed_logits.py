@@ -17,15 +17,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_dllm.denoise.row_stats import RowStats
 from vllm_dllm.denoise.vocab_stream import BLOCK, VocabBlocks, VocabReader
 from vllm_dllm.step.logits.canvas_logits import (
+    BYTES_PER_WHOLE_LOGIT,
     LogitTools,
     ReadRows,
     RowMasks,
     concat_rows,
     read_rows,
+    rows_within_budget,
     tiles,
 )
 from vllm_dllm.step.logits.filters import RuleContext
-from vllm_dllm.step.logits.sampling_memory import BYTES_PER_WHOLE_LOGIT, rows_within_budget
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.vocab_stream_triton import FusedVocabReader
@@ -146,8 +147,7 @@ class StreamedLogits:
         return concat_rows(parts)
 
     def _guess_rows(self) -> torch.Tensor | None:
-        """Returns the last step's best guesses, [rows] int64. Returns None if no tolerance needs
-        them."""
+        """Returns the last step's best guesses, [rows] int64; None if no tolerance needs them."""
         return self.batch.flatten(self.context.guesses) if self.soft.tolerance else None
 
     def _read_by_tiles(
@@ -177,7 +177,7 @@ class StreamedLogits:
                 logits, blocks, weights = reader.read_tile(F.linear(own, head[tile]))
                 soft.add_tile(logits, blocks, weights, weight[tile])
             blocks = VocabBlocks(*self.model.gather_shards(reader.blocks()))
-            parts.append((reader.join(blocks), soft.result()))
+            parts.append((reader.join(blocks), self.soft.finish_rows(soft)))
         return concat_rows(parts)
 
     def _reader(

@@ -15,16 +15,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.levenshtein import (
-    EditTokens,
-    Round,
-    begin_round,
-    delete_and_insert,
-    fingerprint,
-    likely_edits,
-    write_candidates,
-)
+from vllm_dllm.denoise import levenshtein, noise
 from vllm_dllm.denoise.masked import Edited, GrammarReveal, MaskedOutcome, MaskedRules
 from vllm_dllm.step.canvas_stages import StepInputs
 from vllm_dllm.step.logits.masked_logits import RowDraws
@@ -36,13 +27,12 @@ _TRIES = 5  # tokens that a step replaces to get a block out of a loop
 
 
 class LevenshteinStep(MaskedStep):
-    """Edits blocks by the rules of `denoise.levenshtein`: reveals, replaces, deletes and inserts
-    tokens."""
+    """Edits blocks by `denoise.levenshtein`: reveals, replaces, deletes and inserts tokens."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self.config.edit_tokens is not None, "of a family that moves tokens"
-        self.tokens = EditTokens(self.mask_id, *self.config.edit_tokens)
+        self.tokens = levenshtein.EditTokens(self.mask_id, *self.config.edit_tokens)
         self.requests.filters.moving_tokens = self.config.edit_tokens
         self._edit_token_ids = torch.tensor(self.config.edit_tokens, device=self.device)
         # By slot. A block's first step reads neither.
@@ -88,7 +78,7 @@ class LevenshteinStep(MaskedStep):
             has_words = np.isin(np.arange(batch.num_canvases), ruled)
             on_device = async_tensor_h2d(has_words, device=self.device)
             stays = on_device if stays is None else stays | on_device
-        step = begin_round(
+        step = levenshtein.begin_round(
             self.slots.canvas[idx],
             batch.valid,
             self._original[idx],
@@ -106,13 +96,12 @@ class LevenshteinStep(MaskedStep):
         barred = None
         if ruled:
             barred = filters.spelling_changes(
-                batch,
-                inputs.starts,
+                inputs,
                 torch.where(step.hidden, candidates.tokens, step.canvas),
-                likely_edits(step, candidates, edit_threshold),
+                levenshtein.likely_edits(step, candidates, edit_threshold),
                 candidates.tokens,
             )
-        written = write_candidates(
+        written = levenshtein.write_candidates(
             step,
             candidates,
             otherwise=batch.unflatten(choice.draws.draw_all_without(self._edit_token_ids)),
@@ -124,7 +113,7 @@ class LevenshteinStep(MaskedStep):
             barred=barred,
         )
         written, mark = self._leave_loops(inputs, choice.draws, step, written)
-        moved = delete_and_insert(step, written, self.tokens)
+        moved = levenshtein.delete_and_insert(step, written, self.tokens)
         hidden = moved.canvas == self.mask_id
         if batch.valid is not None:
             hidden &= batch.valid
@@ -146,7 +135,7 @@ class LevenshteinStep(MaskedStep):
         self,
         inputs: StepInputs,
         draws: RowDraws,
-        step: Round,
+        step: levenshtein.Round,
         written: torch.Tensor,  # [n, C] int64
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gets blocks that may move tokens out of loops. As long as a canvas equals one that an
@@ -154,7 +143,7 @@ class LevenshteinStep(MaskedStep):
         step changes, at most `_TRIES` times. Returns the canvases [n, C] int64 and their
         fingerprints [n] int64."""
         batch, numbers, idx = inputs.batch, inputs.numbers, inputs.batch.slot_index
-        mark = fingerprint(written, step.valid)
+        mark = levenshtein.fingerprint(written, step.valid)
         steps = torch.arange(MOST_STEPS, device=self.device)
         earlier = steps < numbers.steps_done[:, None]
         past = self._written[idx]
@@ -179,7 +168,7 @@ class LevenshteinStep(MaskedStep):
             written = torch.where(
                 may_escape[:, None], written.scatter(1, place, another[:, None]), written
             )
-            mark = fingerprint(written, step.valid)
+            mark = levenshtein.fingerprint(written, step.valid)
         return written, mark
 
     def _store_round(self, inputs: StepInputs, original: torch.Tensor, mark: torch.Tensor) -> None:

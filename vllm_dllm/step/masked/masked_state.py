@@ -13,19 +13,16 @@ from vllm.v1.worker.gpu.states import RequestState
 from attention_kernels.masks import block_spans, verifying_spans
 from vllm_dllm.compat.gpu import keep_during_sleep
 from vllm_dllm.config.architectures import Family
-from vllm_dllm.step.masked.copied_step import CopiedStep
-from vllm_dllm.step.masked.drafting_step import DraftingStep
+from vllm_dllm.step.masked.drafting_step import CopiedStep, DraftingStep, ShiftedStep
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.shifted_step import ShiftedStep
-from vllm_dllm.step.masked.verified_step import VerifiedStep
+from vllm_dllm.step.masked.seeded_step import VerifiedStep
 from vllm_dllm.step.runner.attn_requests import AttnRequests
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 
 
 class CausalModelState(DiffusionModelState):
-    """The state of models whose known rows are causal. A canvas' rows see each other and all known
-    rows."""
+    """The state of models whose known rows are causal. A canvas' rows see it and all known ones."""
 
     step_cls: type[MaskedStep] = VerifiedStep
 
@@ -39,9 +36,9 @@ class CausalModelState(DiffusionModelState):
 
 class MaskedModelState(CausalModelState):
     """The state of models in which every row, a prompt's or a canvas', sees all blocks up to its
-    own."""
+    own. In this class, candidates may delete and insert tokens."""
 
-    step_cls: type[MaskedStep] = MaskedStep
+    step_cls: type[MaskedStep] = LevenshteinStep
     step: MaskedStep
 
     def __init__(
@@ -79,12 +76,6 @@ class MaskedModelState(CausalModelState):
         positions = input_batch.positions[:num_tokens]
         spans[:num_tokens] = block_spans(positions, self.step.block_length)
         return spans
-
-
-class LevenshteinModelState(MaskedModelState):
-    """The state of models whose candidates may delete and insert tokens."""
-
-    step_cls = LevenshteinStep
 
 
 class DraftingModelState(MaskedModelState):
@@ -134,4 +125,4 @@ def state_class(family: Family) -> type[CausalModelState]:
         return CausalModelState
     if family.is_shifted:
         return ShiftedModelState
-    return LevenshteinModelState if family.moves_tokens else DraftingModelState
+    return MaskedModelState if family.moves_tokens else DraftingModelState

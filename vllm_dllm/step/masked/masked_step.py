@@ -14,19 +14,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.masked import MaskedConfig
-from vllm_dllm.denoise import noise
-from vllm_dllm.denoise.convergence import NO_TOKEN
-from vllm_dllm.denoise.masked import (
-    Ahead,
-    Candidates,
-    GrammarReveal,
-    MaskedOutcome,
-    MaskedRules,
-    changed_tokens,
-    masked_step,
-    threshold_ahead,
-)
+from vllm_dllm.denoise import masked, noise
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.denoise.step import CanvasState, StepOutcome
 from vllm_dllm.requests.ends import EVERY_BLOCK
 from vllm_dllm.step.asked.grammar_runs import GrammarRuns
@@ -44,9 +34,9 @@ class Choice(NamedTuple):
     """What a step may write into n canvases, and the rules that choose among it."""
 
     draws: RowDraws
-    candidates: Candidates  # fields [n, C]
-    rules: MaskedRules
-    by_grammar: GrammarReveal | None  # None: no canvas has a grammar
+    candidates: masked.Candidates  # fields [n, C]
+    rules: masked.MaskedRules
+    by_grammar: masked.GrammarReveal | None  # None: no canvas has a grammar
 
 
 class MaskedStep(CanvasStep):
@@ -70,14 +60,8 @@ class MaskedStep(CanvasStep):
             reveals_at_threshold=self.family.is_causal,
             may_reveal_none=self.family.moves_tokens,
         )
-        requests = StepRequests(
-            self.slots,
-            sampler,
-            self.slot_settings,
-            self.extension,
-            vllm_config,
-            mask_id=self.mask_id,
-        )
+        settings = self.slot_settings
+        requests = StepRequests(self.slots, sampler, settings, vllm_config, self.mask_id)
         assert isinstance(requests.grammars, GrammarRuns)
         self.grammars = requests.grammars
         return requests
@@ -89,8 +73,7 @@ class MaskedStep(CanvasStep):
     def num_recomputed(
         self, batch: CanvasBatch | None, input_batch: InputBatch
     ) -> torch.Tensor | None:
-        """Returns [num_reqs] int64: how many known tokens each request has in a block that they do
-        not fill."""
+        """Returns [num_reqs] int64: known tokens of each request in a block that is not full."""
         known_ends = input_batch.seq_lens[: input_batch.num_reqs].long()
         if batch is not None:
             known_ends = known_ends.index_add(0, batch.requests, -batch.lengths_with_copies)
@@ -130,24 +113,24 @@ class MaskedStep(CanvasStep):
         counts &= is_stop.cumsum(dim=-1) == is_stop
         return counts if batch.valid is None else counts & batch.valid
 
-    def _ahead(self, rules: MaskedRules, settings: MaskedStepSettings) -> Ahead | None:
+    def _ahead(
+        self, rules: masked.MaskedRules, settings: MaskedStepSettings
+    ) -> masked.Ahead | None:
         """Returns how positions behind the first unfinished block are revealed. Returns None if
         none are."""
         if self.blocks_in_flight == 1:
             return None
-        return Ahead(threshold_ahead(rules.threshold), settings.blocks_in_flight)
+        return masked.Ahead(masked.threshold_ahead(rules.threshold), settings.blocks_in_flight)
 
     def _reveal_by_grammars(
-        self, inputs: StepInputs, rules: MaskedRules, draws: RowDraws
-    ) -> GrammarReveal | None:
+        self, inputs: StepInputs, rules: masked.MaskedRules, draws: RowDraws
+    ) -> masked.GrammarReveal | None:
         """Returns what grammars reveal in this step, and moves them on. Waits for the device.
         Returns None if no canvas has a grammar, without waiting."""
         skipped = inputs.skips_grammars
         if (is_verified := self._settings_of(inputs).is_verified) is not None:
             skipped |= is_verified
-        return self.grammars.reveal_runs(
-            inputs.batch, inputs.starts, skipped, rules, draws, self.part_length
-        )
+        return self.grammars.reveal_runs(inputs, skipped, rules, draws, self.part_length)
 
     def _draws(self, inputs: StepInputs, source: torch.Tensor) -> RowDraws:
         """Returns the step's logits, made of `source` [rows, V], with the temperatures and the
@@ -180,8 +163,7 @@ class MaskedStep(CanvasStep):
 
     def _leads(self, inputs: StepInputs) -> dict[int, torch.Tensor]:
         """Returns, by index of the canvas, how many positions ahead its rows predict: [] int64, see
-        `CanvasRules`. Canvases without an entry predict their own positions. In this class, all
-        do."""
+        `CanvasRules`. Canvases without an entry predict their own, here all."""
         return {}
 
     def _verify_drafts(self, inputs: StepInputs, choice: Choice) -> VerifiedDrafts | None:
@@ -193,13 +175,13 @@ class MaskedStep(CanvasStep):
         """Returns [n, C] int64: the absolute position of each row."""
         return inputs.starts[:, None] + torch.arange(self.canvas_length, device=self.device)
 
-    def _rules(self, inputs: StepInputs) -> MaskedRules:
+    def _rules(self, inputs: StepInputs) -> masked.MaskedRules:
         """Returns the rules by which this step chooses the positions that it reveals."""
         numbers = inputs.numbers
         settings = self._settings_of(inputs)
         return settings.rules(numbers.steps_done, numbers.num_steps, self.canvas_length)
 
-    def _decide(self, inputs: StepInputs, choice: Choice) -> MaskedOutcome:
+    def _decide(self, inputs: StepInputs, choice: Choice) -> masked.MaskedOutcome:
         """Decides what the canvases hold after this step, and which are finished."""
         settings, by_grammar = self._settings_of(inputs), choice.by_grammar
         slots, idx = self.slots, inputs.batch.slot_index
@@ -212,14 +194,13 @@ class MaskedStep(CanvasStep):
                 # Hidden positions take no token that completes a word with those that are kept.
                 candidates = choice.candidates.tokens
                 barred = self.requests.filters.spelling_changes(
-                    inputs.batch,
-                    inputs.starts,
+                    inputs,
                     torch.where(revealed, canvas, candidates),
-                    changed_tokens(choice.candidates, canvas, revealed, edits),
+                    masked.changed_tokens(choice.candidates, canvas, revealed, edits),
                     candidates,
                 )
                 edits = edits._replace(barred=barred)
-        return masked_step(
+        return masked.masked_step(
             choice.candidates,
             canvas,
             revealed,
@@ -236,7 +217,7 @@ class MaskedStep(CanvasStep):
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Draws a candidate for each position, and reveals some of them. Moves grammars on."""
         batch, numbers, draws = inputs.batch, inputs.numbers, self._draws(inputs, source)
-        candidates = Candidates(*(batch.unflatten(column) for column in draws.draw_all()))
+        candidates = masked.Candidates(*(batch.unflatten(column) for column in draws.draw_all()))
         rules = self._rules(inputs)
         choice = Choice(draws, candidates, rules, self._reveal_by_grammars(inputs, rules, draws))
         decided = self._decide(inputs, choice)

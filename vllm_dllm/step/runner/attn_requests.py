@@ -36,8 +36,7 @@ class AttnRequests:
     def build(
         cls, batch: InputBatch, block_tables: Sequence[torch.Tensor], device: torch.device
     ) -> "AttnRequests":
-        """Builds the requests of a batch. A request that has both a canvas and known tokens becomes
-        two."""
+        """Builds the requests of a batch. One with both a canvas and known tokens becomes two."""
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
             return cls._split_canvases(batch, num_canvas, block_tables, device)
@@ -90,11 +89,8 @@ class AttnRequests:
 
 class LatestMetadata:
     """Keeps a step's attention metadata, and returns them for later steps that would build equal
-    ones.
-
-    A canvas is denoised in place, so from one denoising step to the next its request has the same
-    rows, keys and pages. Building metadata anew costs as much as a layer of a small model.
-    """
+    ones. A canvas is denoised in place, so from one denoising step to the next its request has the
+    same rows, keys and pages. Building metadata anew costs as much as a layer of a small model."""
 
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = ()
@@ -108,12 +104,9 @@ class LatestMetadata:
         window_rules: WindowRules,
         slot_mappings: torch.Tensor,  # [num_groups, num_tokens] int64
     ) -> dict[str, Any]:
-        """Returns the latest metadata if this step's would be equal, else calls `build` and keeps
-        its result. All tensors are on the CPU.
-
-        Metadata refer to the runner's buffers, so those must be the same memory, too. The contents
-        of slot mappings may differ: nothing is derived from them.
-        """
+        """Returns the latest metadata if this step's would be equal, else keeps those of `build`.
+        All tensors are on the CPU. Metadata refer to the runner's buffers, so those must be the
+        same memory, too. The contents of slot mappings may differ: nothing is derived from them."""
         rules = [t for t in (window_rules.symmetric, window_rules.spans) if t is not None]
         tensors = (requests.seq_lens, causal, *rules, *requests.block_tables)
         made_of = (
@@ -128,8 +121,7 @@ class LatestMetadata:
 
 
 class ImageRows:
-    """Knows where the images of requests lie, by slot, and tells which rows of a step belong to
-    them."""
+    """Knows where images of requests lie, by slot, and which rows of a step belong to them."""
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
         self._images: dict[int, np.ndarray] = {}  # by slot, [k, 2] int64: starts and ends
@@ -150,8 +142,7 @@ class ImageRows:
         self._ends[slot] = 0
 
     def requests_with_images(self, batch: InputBatch) -> np.ndarray:
-        """Returns [k] int64: batch indices of requests whose step begins before the end of their
-        last image."""
+        """Returns [k] int64: indices of requests whose step begins before the last image's end."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         first = batch.num_computed_tokens_np[: batch.num_reqs]
         return np.flatnonzero(first < self._ends[slots])

@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 
 
 class DiffusionModelState(ModelState):
-    """Hooks between the model runner and a block-diffusion model.
-
-    The model offers `embed_input_ids`, `soft_embeddings` of a prediction, and `self_conditioning`.
-    """
+    """Hooks between the model runner and a block-diffusion model. The model offers
+    `embed_input_ids`, `soft_embeddings` of a prediction, and `self_conditioning`."""
 
     num_new_sampled_tokens_per_step: int = 0  # a step samples a whole canvas or nothing
     step_cls: type[CanvasStep] = UniformStep
@@ -92,8 +90,7 @@ class DiffusionModelState(ModelState):
         return DiffusionSampler(step, max_rows), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Keeps a request's images. The sampler, which gets the sampling parameters, prepares its
-        slot."""
+        """Keeps a request's images. The sampler, which gets its parameters, prepares its slot."""
         if self._image_rows is not None:
             self._image_rows.add_request(req_index, new_req_data.mm_features)
 
@@ -112,8 +109,7 @@ class DiffusionModelState(ModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> torch.Tensor | None:
-        """Runs the vision tower for the step's images. Returns None: `prepare_inputs` returns
-        embeddings."""
+        """Runs the vision tower for the step's images. Returns None: see `prepare_inputs`."""
         self._images = None
         if self._image_rows is not None:
             self.execute_mm_encoder(scheduled_encoder_inputs)
@@ -142,8 +138,7 @@ class DiffusionModelState(ModelState):
         attn_groups: list[list[AttentionGroup]],
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        """Captures CUDA graphs of what steps launch around the forward, which vLLM has captured
-        before."""
+        """Captures graphs of what steps launch around the forward, which vLLM has captured."""
         self.drop_graphs()
         step, config = self.step, self.vllm_config
         if not isinstance(step, UniformStep) or not step.fuses:
@@ -156,10 +151,7 @@ class DiffusionModelState(ModelState):
         with keep_during_sleep(self.model_config):
             graphs = StepGraphs(
                 min(self.max_num_reqs, largest // step.canvas_length),
-                step.canvas_length,
-                self._inputs_embeds.shape[1],
-                self.dtype,
-                self.device,
+                step.slots.soft_embeds,
                 joins_commits=joins_commits(config),
                 forward_output=self.forward_output(),
             )
@@ -243,8 +235,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Returns the attention metadata of a step, by layer name. Writes the step's flags
-        first."""
+        """Returns a step's attention metadata, by layer name. Writes the step's flags first."""
         # A capture (`for_capture`) builds what a step does: the same buffers, so replays read them.
         requests = self.attn_requests(input_batch, block_tables)
         num_reqs, num_tokens = len(requests.is_prompt), input_batch.num_tokens

@@ -14,12 +14,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_dllm.compat.prompt_logprobs import limit_prompt_logprob_rows
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.canvas_step import CanvasStep
-from vllm_dllm.step.logits.sampling_memory import most_step_bytes, rows_within_budget
+from vllm_dllm.step.logits.canvas_logits import most_step_bytes, rows_within_budget
 
 
 class DiffusionSampler:
-    """Replaces vLLM's Sampler and RejectionSampler: has `CanvasStep` advance the batch's
-    canvases."""
+    """Replaces vLLM's Sampler and RejectionSampler: has `CanvasStep` advance canvases."""
 
     # The runner reads `output_bin_counts`; None: `LogitFilters` counts, where requests ask for it.
     penalties_state = SimpleNamespace(output_bin_counts=None)
@@ -58,8 +57,7 @@ class DiffusionSampler:
 
     @cached_property
     def _most_bytes(self) -> int:
-        """Returns the most bytes that a step may take for logits and the values computed from
-        them."""
+        """Returns the most bytes that a step may take for logits and what is made of them."""
         step = self.step
         return most_step_bytes(step.model, step.dtype, self._max_rows, step.memory.budget_bytes)
 

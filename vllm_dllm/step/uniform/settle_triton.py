@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from vllm_dllm.config.step_sizes import WIDTH_STEP
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN
 from vllm_dllm.requests.ends import EVERY_BLOCK, MAX_FORESEEN_STOPS
 from vllm_dllm.step.asked.settings import Settings, SlotSettings
 from vllm_dllm.step.batch import CanvasBatch
@@ -26,8 +26,7 @@ NAMES = ("step", "accepted", "entropy", "denoises", "finished", "converged")
 
 
 class Emits(NamedTuple):
-    """Says which blocks are emitted by the step that finishes them, see
-    `Settling._emits_at_once`."""
+    """Says which blocks the step that finishes them emits, see `Settling._emits_at_once`."""
 
     last: bool  # a request's last block
     others: bool  # all blocks before it
@@ -131,8 +130,7 @@ def store_soft_embeds(
     slots: CanvasSlots,  # whose `soft_embeds` are changed in place
 ) -> None:
     """Writes to the slots the expected embeddings that the next step's self-conditioning reads.
-    They are zeros where another block starts. Those of a cut canvas stay. A program writes one
-    position's."""
+    They are zeros where another block starts. A cut canvas' stay. A program writes a position's."""
     hidden_size = soft_rows.shape[1]
     _store_soft_kernel[(batch.num_canvases, batch.canvas_length)](
         soft_rows,
@@ -173,7 +171,7 @@ _EVERY_BLOCK = tl.constexpr(EVERY_BLOCK)
 
 @triton.jit
 def _mean(nats, places):
-    """The mean over those places, as in `convergence.is_confident`."""
+    """The mean over those places, as in `rules.is_confident`."""
     count = tl.sum(places.to(tl.int32), 0).to(tl.float64)
     return tl.sum(tl.where(places, nats, 0.0).to(tl.float64), 0) / count
 

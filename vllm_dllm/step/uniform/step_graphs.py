@@ -42,10 +42,7 @@ class StepGraphs:
     def __init__(
         self,
         most: int,  # most canvases of a step
-        canvas_length: int,  # C
-        hidden_size: int,  # H
-        dtype: torch.dtype,
-        device: torch.device,
+        soft_embeds: torch.Tensor,  # [R, C, H], the slots'
         *,
         joins_commits: bool,  # as `StepRequests.joins_commits` while they are replayed
         forward_output: torch.Tensor | None,  # [rows, H], where captured forwards leave theirs
@@ -53,13 +50,14 @@ class StepGraphs:
         self.joins_commits = joins_commits
         self.forward_is_captured = False
         """Whether the step's forward is a captured one, and `forward_output` has its result."""
-        self._slots = torch.zeros(most, dtype=torch.int64, device=device)  # of the step's canvases
+        _, canvas_length, hidden_size = soft_embeds.shape
+        self._slots = soft_embeds.new_zeros(most, dtype=torch.int64)  # of the step's canvases
         num_rows = most * canvas_length
         if forward_output is not None and len(forward_output) < num_rows:
             forward_output = None  # the user's sizes leave captured forwards smaller than a step
         self._forward_output = forward_output
         if forward_output is None:
-            forward_output = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
+            forward_output = soft_embeds.new_zeros(num_rows, hidden_size)
         self._hidden = forward_output
         # The largest comes first: the others reuse its memory.
         self._batches = [
@@ -110,8 +108,7 @@ class StepGraphs:
         return captured.settled._replace(told=captured.settled.told.clone())
 
     def _load_slots(self, batch: CanvasBatch) -> _Captured:
-        """Copies the batch's slots to where graphs read them, and returns the graphs of its
-        size."""
+        """Copies the batch's slots to where graphs read them. Returns the graphs of its size."""
         if batch is not self._latest:
             self._slots[: batch.num_canvases].copy_(batch.slots)
             self._latest = batch

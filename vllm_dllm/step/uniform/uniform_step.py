@@ -11,10 +11,9 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.config.denoise import read_denoise_config
-from vllm_dllm.denoise.acceptance import Reveal
-from vllm_dllm.denoise.convergence import NO_TOKEN
 from vllm_dllm.denoise.noise import StepNoise, step_noise
 from vllm_dllm.denoise.row_stats import RowStats
+from vllm_dllm.denoise.rules import NO_TOKEN, Reveal
 from vllm_dllm.denoise.step import AnswerOnly, CanvasState, denoise_step, temperature
 from vllm_dllm.step.asked.settings import LoadStages, SlotSettings, StepSettings
 from vllm_dllm.step.batch import CanvasBatch
@@ -24,7 +23,7 @@ from vllm_dllm.step.logits.canvas_logits import CanvasLogits, WholeLogits
 from vllm_dllm.step.logits.filters import RuleContext
 from vllm_dllm.step.logits.streamed_logits import StreamedLogits
 from vllm_dllm.step.requests import StepRequests
-from vllm_dllm.step.watched.counted import copy_numbers_to_host
+from vllm_dllm.step.watched.observers import copy_numbers_to_host
 
 if TYPE_CHECKING:
     from vllm_dllm.denoise.draws_triton import StepDraws
@@ -49,20 +48,14 @@ class UniformStep(CanvasStep):
 
     def _make_requests(self, vllm_config: VllmConfig, sampler: Any) -> StepRequests:
         """Returns the requests' state, with settings of uniform canvases."""
-        config, num_slots = read_denoise_config(vllm_config), len(self.slots.canvas)
-        return StepRequests(
-            self.slots,
-            sampler,
-            SlotSettings(
-                config,
-                LoadStages(self.extension.load_stages, self.device),
-                num_slots,
-                self.canvas_length,
-                self.device,
-            ),
-            self.extension,
-            vllm_config,
+        self.slot_settings = SlotSettings(
+            read_denoise_config(vllm_config),
+            LoadStages(self.extension.load_stages, self.device),
+            len(self.slots.canvas),
+            self.canvas_length,
+            self.device,
         )
+        return StepRequests(self.slots, sampler, self.slot_settings, vllm_config)
 
     def condition(
         self,
@@ -71,11 +64,9 @@ class UniformStep(CanvasStep):
         out: torch.Tensor,  # [T, H]
     ) -> None:
         """Writes the embeddings of a step's rows to `out`: self-conditioned ones for the rows that
-        are denoised, `plain` ones for all others.
-
-        It runs once, over the canvas rows of all requests. A commit's rows are included and keep
-        their plain embeddings: the output norm would change them even for a zero signal.
-        """
+        are denoised, `plain` ones for all others. It runs once, over the canvas rows of all
+        requests. A commit's rows are included and keep their plain embeddings: the output norm
+        would change them even for a zero signal."""
         if batch is None:
             out.copy_(plain)
             return
@@ -105,9 +96,7 @@ class UniformStep(CanvasStep):
     def _is_plain(self, batch: CanvasBatch) -> bool:
         """Returns whether fused kernels can settle these canvases: they depend on statistics and on
         numbers of `Settings` alone."""
-        settings = self.requests.settings
-        assert isinstance(settings, SlotSettings)
-        return not settings.reveals(batch) and self.requests.are_plain(batch)
+        return not self.slot_settings.reveals(batch) and self.requests.are_plain(batch)
 
     def _advance_plain(
         self, batch: CanvasBatch, source: torch.Tensor, input_batch: InputBatch
@@ -171,8 +160,6 @@ class UniformStep(CanvasStep):
         logits are read again after that."""
         from vllm_dllm.step.uniform.settle_triton import Emits, settle, store_soft_embeds
 
-        settings = self.requests.settings
-        assert isinstance(settings, SlotSettings)
         drawn = self._fused_draws(batch, block_ends)
         last_guess = self.slots.best_guess[batch.slot_index]
         if reports:
@@ -187,7 +174,7 @@ class UniformStep(CanvasStep):
             block_ends,
             max_model_len=self.requests.max_model_len,
             slots=self.slots,
-            settings=settings,
+            settings=self.slot_settings,
             emits=Emits(last=self.settling.spares_last_commit, others=joins_commits),
             keeps_emitted=not joins_commits,
         )
@@ -199,13 +186,12 @@ class UniformStep(CanvasStep):
         from vllm_dllm.denoise.draws_triton import temperature_and_noise  # needs Triton
 
         numbers = self.slots.columns
-        assert isinstance(self.requests.settings, SlotSettings)
         return temperature_and_noise(
             batch.slots,
             block_ends,
             batch.lengths,
             (numbers.noise_key, numbers.steps_done, numbers.num_steps),
-            self.requests.settings.schedule,
+            self.slot_settings.schedule,
             self.canvas_length,
             self.vocab_size,
         )

@@ -79,8 +79,7 @@ class CanvasSender:
         threading.Thread(target=self._run, daemon=True, name="CanvasSender").start()
 
     def send_step(self, step: QueuedStep) -> None:
-        """Queues a step's canvases for the thread. Never waits; a full queue drops its oldest
-        entry."""
+        """Queues a step's canvases for the thread. Never waits: a full queue drops its oldest."""
         self._queue.append(step)
         self._has_entries.set()
 
@@ -91,8 +90,7 @@ class CanvasSender:
         self._has_entries.set()
 
     def _run(self) -> None:
-        """Sends what is queued, in order, for as long as the process lives. Waits for each step's
-        copy."""
+        """Sends what is queued, in order, while the process lives. Waits for each step's copy."""
         while True:
             self._has_entries.wait()
             self._has_entries.clear()
@@ -105,8 +103,7 @@ class CanvasSender:
                     self._send_canvases(entry)
 
     def _send_canvases(self, step: QueuedStep) -> None:
-        """Sends a step's canvases: one message to each API process, whatever its number of
-        clients."""
+        """Sends a step's canvases: one message to each API process, for all its clients."""
         shown, watchers = step.canvases, step.watchers
         columns = (shown.length, shown.start, shown.step, shown.finished)
         arrays = (

@@ -1,9 +1,11 @@
-"""Shows the canvases of a step to those who watch: the trace file gets all, clients their own.
+"""Shows the canvases of a step to those who watch, and counts them for the metrics. The trace file
+gets all, clients their own.
 
 A step that nobody watches copies and computes nothing.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,19 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_dllm.config.canvas_feeds import find_socket
 from vllm_dllm.config.files import LineFile
+from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.batch import CanvasBatch
-from vllm_dllm.step.registry import NewRequest
+from vllm_dllm.step.canvas_stages import Denoised, Settled, StepInputs
+from vllm_dllm.step.slots import NewRequest, Registry
 from vllm_dllm.step.watched.canvas_sender import CanvasSender, QueuedStep, StepCanvases, Watcher
 
 logger = init_logger(__name__)
 
 
-class CanvasObservers:
-    """Shows canvases to the trace file, and to clients that watch, by slot.
-
-    All ranks know which canvases are watched, since a step whose canvases are watched runs other
-    kernels. Ranks that ran different ones would read wrong sums from each other.
-    """
+class CanvasObservers(Registry):
+    """Shows canvases to the trace file, and to clients that watch, by slot. All ranks know which
+    canvases are watched, since a step whose canvases are watched runs other kernels. Ranks that ran
+    different ones would read wrong sums from each other."""
 
     def __init__(
         self,
@@ -51,9 +53,6 @@ class CanvasObservers:
             return
         self._watchers[request.slot] = Watcher(*found)
         self._sender = self._sender or CanvasSender()
-
-    def apply_staged_writes(self) -> None:
-        """Does nothing: `add_request` stages no copies."""
 
     def remove_request(self, slot: int) -> None:
         """Queues the end of the slot's stream of canvases, if its client watches."""
@@ -137,3 +136,44 @@ class CanvasTrace:
                     self._path,
                     error.strerror,
                 )
+
+
+def count_canvases(
+    inputs: StepInputs, denoised: Denoised, settled: Settled, cut: Sequence[int]
+) -> CanvasNumbers:
+    """Returns the numbers of a step's canvases for the metrics, still being copied to the host.
+    `cut`: as in `CanvasNumbers`."""
+    batch, outcome, denoises = inputs.batch, denoised.outcome, settled.denoises
+    accepted, entropy_nats = outcome.accepted, denoised.stats.entropy_nats
+    if batch.valid is not None:
+        accepted, entropy_nats = accepted & batch.valid, entropy_nats * batch.valid
+    flags = {"denoises": denoises, "finished": outcome.finished}
+    if outcome.converged is not None:
+        flags["converged"] = outcome.converged
+    if outcome.revealed is not None:
+        flags["revealed"] = outcome.revealed
+    if denoised.is_committed is not None:
+        flags["committed"] = denoised.is_committed & denoises
+    if inputs.drafts is not None:
+        flags["verified"] = inputs.drafts.verified_now
+    # Written in place, because on small batches each operation costs the same.
+    values = entropy_nats.new_empty(3 + len(flags), len(denoises), dtype=torch.float32)
+    values[0] = outcome.state.steps_done
+    torch.sum(accepted, dim=-1, dtype=torch.float32, out=values[1])
+    torch.sum(entropy_nats, dim=-1, out=values[2])
+    values[3:] = torch.stack(tuple(flags.values()))
+    found = copy_numbers_to_host(batch, ("step", "accepted", "entropy", *flags), values)
+    return found._replace(cut=cut)
+
+
+def copy_numbers_to_host(
+    batch: CanvasBatch, names: tuple[str, ...], values: torch.Tensor
+) -> CanvasNumbers:
+    """Starts copying a step's numbers `values` [names, n] fp32 to the host, and returns them. Read
+    them only after the step's tokens have arrived. `names`: the rows of `values`, in order."""
+    return CanvasNumbers(
+        batch.requests_np.tolist(),
+        batch.lengths_np.tolist(),
+        names,
+        values.to("cpu", non_blocking=True).numpy(),
+    )
