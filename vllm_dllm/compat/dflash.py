@@ -30,11 +30,13 @@ class FiniteStatesSpeculator(DFlashSpeculator):
     """Replaces non-finite hidden states of the drafter by 0. Drafts drawn from them would end a
     worker on CPUs, and be token ids outside the vocabulary on GPUs."""
 
-    def load_draft_model(self, *args: Any) -> nn.Module:
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
         """Returns the drafter. If the server may sleep, first joins the weights of the context's
         keys and values once more, in memory that a sleep keeps. The joined ones are no parameters,
         so nothing would restore them."""
-        drafter = super().load_draft_model(*args)
+        drafter = super().load_draft_model(target_model, target_attn_layer_names)
         if (model_config := self.vllm_config.model_config).enable_cumem_allocator:
             with keep_during_sleep(model_config):
                 drafter.model._build_fused_kv_buffers()
