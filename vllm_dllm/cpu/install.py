@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_dllm.config.workers import CPU_WORKER, cpu_variables
 from vllm_dllm.cpu import cores, forks, norm
-from vllm_dllm.cpu.compat import runner, triton_placeholder
+from vllm_dllm.cpu.compat import runner
 from vllm_dllm.cpu.compat.cores import available_cpu_count, shorten_busy_wait
 
 logger = init_logger(__name__)
@@ -37,7 +37,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
 def install() -> None:
     """Lets configurations of this process choose model runner v2, and its processes fork. On small
     machines also shortens polling. Does nothing where vLLM has Triton. Repeatable."""
-    if triton_placeholder.has_triton():
+    if runner.has_triton():
         return
     norm.register_cpp_norm()
     runner.allow_v2_runner_without_triton(prepare)

@@ -22,7 +22,7 @@ from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import cache_size, compilation, cores, experts, forks
 from vllm_dllm.cpu.compat import adapters, communicator, kernels, ops
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
-from vllm_dllm.cpu.launch import replace_kernels
+from vllm_dllm.cpu.kernels import replace_kernels
 from vllm_dllm.cpu.verification import rejection_sample
 from vllm_dllm.parents import end_with_parent
 
