@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.cpu.compat.kernels import FusedMoEConfig, StockExperts
-from vllm_dllm.cpu.processor import cpu_vendor
+from vllm_dllm.cpu.cores import cpu_vendor
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

@@ -102,16 +102,16 @@ prompt_logprobs.limit_prompt_logprob_rows(7)
 if on_cpu:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm_dllm.config.workers import CPU_WORKER
-    from vllm_dllm.cpu import cores, fork_server, forks, install
+    from vllm_dllm.cpu import cores, fork_server, install
     from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton
     from vllm_dllm.cpu.quantization import layers
     from vllm_dllm.cpu.worker import TritonFreeCPUWorker
 
-    install.available_cpu_count = lambda: 2
+    install.cpu_cores.available_cpu_count = lambda: 2
     multiprocessing.parent_process = lambda: True
     install.install()
     fork_server.is_forked = lambda: True
-    forks.install()
+    install.fork_processes()
     stock, CPUWorker.init_device = CPUWorker.init_device, lambda self: None
     worker = TritonFreeCPUWorker.__new__(TritonFreeCPUWorker)
     worker.vllm_config = SimpleNamespace(additional_config=None)

@@ -7,7 +7,7 @@ from vllm.lora.punica_wrapper import punica_selector
 from vllm.platforms import cpu
 
 from tests import tolerances
-from vllm_dllm.cpu.compat.adapters import BatchedAdapters, use_batched_adapters
+from vllm_dllm.cpu.compat.platform_classes import BatchedAdapters, use_batched_adapters
 
 pytestmark = pytest.mark.numerics
 

@@ -12,7 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from tests.patched import patched
-from vllm_dllm.cpu.compat import communicator
+from vllm_dllm.cpu.compat import platform_classes
 
 SIZES = [3, 0, 5]
 WIDTH = 4
@@ -24,7 +24,7 @@ def rows_of(rank: int, size: int) -> torch.Tensor:
 
 def ranks(rank: int, size: int = len(SIZES)) -> Any:
     """The communicator of one of them."""
-    found = communicator.UnevenCpuCommunicator.__new__(communicator.UnevenCpuCommunicator)
+    found = platform_classes.UnevenCpuCommunicator.__new__(platform_classes.UnevenCpuCommunicator)
     found.world_size, found.rank_in_group, found.device_group = size, rank, None
     return found
 
@@ -59,9 +59,9 @@ def test_uneven_rows(tmp_path: Path) -> None:
 
 def test_the_platform_names_it() -> None:
     with patched("platforms.cpu:CpuPlatform.get_device_communicator_cls"):
-        communicator.use_uneven_communicator()
+        platform_classes.use_uneven_communicator()
         path = CpuPlatform.get_device_communicator_cls()
-        assert resolve_obj_by_qualname(path) is communicator.UnevenCpuCommunicator
+        assert resolve_obj_by_qualname(path) is platform_classes.UnevenCpuCommunicator
 
 
 def test_nothing_is_gathered() -> None:

@@ -6,12 +6,12 @@ from vllm import ir
 from vllm.platforms import current_platform
 
 from tests import tolerances
-from vllm_dllm.cpu import norm
+from vllm_dllm.cpu import compilation
 
 pytestmark = pytest.mark.numerics
 
 current_platform.import_kernels()
-norm.register_cpp_norm()
+compilation.register_cpp_norm()
 
 LAYOUTS = {
     "rows": torch.randn(64, 128),
@@ -27,7 +27,7 @@ def test_equals_the_definition(name: str, weighted: bool) -> None:
     x = LAYOUTS[name]
     weight = torch.rand(x.shape[-1]) if weighted else None
     implementations = ir.ops.rms_norm.impls
-    ours = implementations[norm.NORM_PROVIDER]
+    ours = implementations[compilation.NORM_PROVIDER]
     assert ours.supports_args(x, weight, 1e-6)
     expected = implementations["native"].impl_fn(x, weight, 1e-6)
     allowed = tolerances.within(2 * tolerances.norm(x.shape[-1]))  # of either of the two
@@ -36,4 +36,4 @@ def test_equals_the_definition(name: str, weighted: bool) -> None:
 
 def test_16_bit_types_are_left_to_the_definition() -> None:
     x = LAYOUTS["rows"].bfloat16()
-    assert not ir.ops.rms_norm.impls[norm.NORM_PROVIDER].supports_args(x, None, 1e-6)
+    assert not ir.ops.rms_norm.impls[compilation.NORM_PROVIDER].supports_args(x, None, 1e-6)
