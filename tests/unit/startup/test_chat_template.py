@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import CHECKPOINTS
-from vllm_dllm.startup.chat_template import check_chat_template
+from vllm_dllm.startup.model_folder import check_chat_template
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -8,7 +8,7 @@ import pytest
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_dllm.startup import options
+from vllm_dllm.startup import last_line
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def parser() -> FlexibleArgumentParser:
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = argparse.ArgumentParser._get_value
     monkeypatch.setattr(argparse.ArgumentParser, "_get_value", stock)  # put back at the end
-    options.install()
-    options.install()
+    last_line.check_option_values()
+    last_line.check_option_values()
 
 
 def said(parser: FlexibleArgumentParser, *words: str) -> str:
@@ -30,7 +30,7 @@ def said(parser: FlexibleArgumentParser, *words: str) -> str:
     return str(end.value)
 
 
-@pytest.mark.parametrize("name", options.EXAMPLES)
+@pytest.mark.parametrize("name", last_line.EXAMPLES)
 def test_json_that_is_none(parser: FlexibleArgumentParser, name: str) -> None:
     """In two words or in one, and in either spelling; what the error shows is JSON."""
     joined = name.replace("-config", "_config") + "={canvas: 1}"
