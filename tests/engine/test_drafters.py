@@ -21,7 +21,7 @@ from tests.engine.rounding import add_noise
 from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import version
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
-from vllm_dllm.tools.drafter.offline import Replayed, replay
+from vllm_dllm.tools.drafter.measurements import Replayed, replay
 from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]

@@ -1,4 +1,5 @@
-"""Which attention backend vLLM uses, the kernels of its CPU backend, and its FlashAttention-4."""
+"""Which attention backend vLLM uses, the kernels of its CPU backend, its FlashAttention-4, and how
+its BailingMoeV2 routes tokens to experts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_dllm.compat.patching import temporarily_patch
 
 
 @contextmanager
@@ -70,3 +73,24 @@ def flash_attention_4() -> Callable[..., Any]:
     if not is_fa_version_supported(4):
         raise ImportError(fa_version_unsupported_reason(4))
     return partial(flash_attn_varlen_func, fa_version=4)
+
+
+@contextmanager
+def use_routing_function(choose: Callable[..., Any]) -> Iterator[None]:
+    """Makes layers that are built in this context route tokens by `choose`, which gets the
+    arguments of vLLM's `custom_routing_function` and, as `bias`, the layer's bias."""
+
+    def make_factory(stock: Any) -> Any:
+        def make_experts(*, e_score_correction_bias: torch.Tensor, **options: Any) -> Any:
+            options |= {
+                "custom_routing_function": partial(choose, bias=e_score_correction_bias),
+                "use_grouped_topk": False,
+                "num_expert_group": None,
+                "topk_group": None,
+            }
+            return stock(**options)
+
+        return make_experts
+
+    with temporarily_patch("model_executor.models.bailing_moe:FusedMoEFactory", make_factory):
+        yield

@@ -14,10 +14,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
-from vllm_dllm.compat.rejection_sampler import score_named_tokens
 from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits, refuse_vocabulary_adapters
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
+from vllm_dllm.compat.worker_logprobs import restrict_prompt_logprobs, score_named_tokens
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.cpu import cache_size, compilation, cores, experts
 from vllm_dllm.cpu.compat import kernels, ops, platform_classes

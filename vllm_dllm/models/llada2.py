@@ -7,7 +7,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
-from vllm_dllm.compat.expert_choice import use_routing_function
+from vllm_dllm.compat.attention import use_routing_function
 from vllm_dllm.models.masked import MaskedModel
 
 

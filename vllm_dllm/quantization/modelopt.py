@@ -16,8 +16,7 @@ from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, list_linears
-from vllm_dllm.quantization.schemes import GROUP_SIZE
+from vllm_dllm.quantization.schemes import GROUP_SIZE, IN_CHECKPOINT, list_linears
 
 logger = init_logger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_dllm.tools.drafter.offline import Replayed, mean_length, replay
+from vllm_dllm.tools.drafter.measurements import Replayed, mean_length, replay
 from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 from vllm_dllm.tools.drafter.sequences import complete, read_prompts, room_for_prompts
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from checkpoints.recipes.tasks import Example, calibration_examples
 from tests.paths import CHECKPOINTS
 from tests.unit.tools.quantize.quantized_files import files
-from vllm_dllm.tools.evaluate.provenance import sha256_sums
+from vllm_dllm.tools.evaluate.report import sha256_sums
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics

@@ -94,11 +94,11 @@ before = names()
 of_the_installation = set(sys.modules)  # which is one of vLLM's build for CPUs
 
 from vllm_dllm import plugin
-from vllm_dllm.compat import drafting, prompt_logprobs, scheduler
+from vllm_dllm.compat import drafting, scheduler, worker_logprobs
 
 plugin.register()
 scheduler.ask_for_draft_tokens_only_if_needed()
-prompt_logprobs.limit_prompt_logprob_rows(7)
+worker_logprobs.limit_prompt_logprob_rows(7)
 if on_cpu:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm_dllm.config.workers import CPU_WORKER

@@ -19,11 +19,11 @@ from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, BlockPilot, PredictorCon
 from vllm_dllm.drafters.layout import check_drafter
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.drafter import measurements, reference
 from vllm_dllm.tools.drafter.measurements import Measurements
 from vllm_dllm.tools.drafter.report import build_report, describe, save_plot
 from vllm_dllm.tools.drafter.sequences import read_prompts, room_for_prompts
+from vllm_dllm.tools.inputs import read_config
 from vllm_dllm.tools.terminal import progress_bars
 
 REPORT_FILE = "report.json"

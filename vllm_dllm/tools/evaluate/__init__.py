@@ -20,8 +20,7 @@ from vllm_dllm.tools.evaluate.harness import (
     evaluate,
     redirect_library_logs,
 )
-from vllm_dllm.tools.evaluate.provenance import describe_machine
-from vllm_dllm.tools.evaluate.report import Row, save_plot
+from vllm_dllm.tools.evaluate.report import Row, describe_machine, save_plot
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.scrape import read_weight_bytes
 from vllm_dllm.tools.server_process import check_checkpoint, log_folder

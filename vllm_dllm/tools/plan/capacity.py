@@ -14,7 +14,7 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.step_sizes import max_canvases_per_step
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import read_shards
-from vllm_dllm.tools.checkpoint_config import read_config
+from vllm_dllm.tools.inputs import read_config
 from vllm_dllm.tools.plan import GPUS
 from vllm_dllm.tools.terminal import format_size
 

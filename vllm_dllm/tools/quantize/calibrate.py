@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
+from vllm_dllm.tools.inputs import encode_prompt_rows, read_prompt_rows
 from vllm_dllm.tools.resumable import write_json
 
 NUM_PROMPTS = 128

@@ -20,7 +20,7 @@ from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
 from vllm_dllm.tools.evaluate import serving
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate, redirect_library_logs
-from vllm_dllm.tools.evaluate.provenance import describe_machine, sha256_sums
+from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.server_process import check_checkpoint, log_folder
 from vllm_dllm.tools.terminal import make_console, print_table, progress_bars

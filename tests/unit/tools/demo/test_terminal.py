@@ -18,7 +18,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.tools.demo.recorded import PIXELS, RECORDED, event, steps
 from vllm_dllm.tools import demo
 from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.demo.picture import save_picture, select_evenly
+from vllm_dllm.tools.demo.drawing import save_picture, select_evenly
 from vllm_dllm.tools.demo.questions import (
     PICTURE_QUESTIONS,
     TEXT_QUESTIONS,

@@ -19,9 +19,9 @@ from vllm_dllm.tools.drafter.measurements import (
     candidate_sizes,
     measure,
     measure_in_parts,
+    replay,
     split_prompts,
 )
-from vllm_dllm.tools.drafter.offline import replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.report import build_report, describe
 from vllm_dllm.tools.drafter.sequences import complete

@@ -10,7 +10,7 @@ from checkpoints.recipes.tokenizer import EOS_ID
 from tests import tolerances
 from tests.paths import CHECKPOINTS
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.drafter.offline import Replayed, replay
+from vllm_dllm.tools.drafter.measurements import Replayed, replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import complete
 

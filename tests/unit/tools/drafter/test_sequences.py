@@ -11,7 +11,6 @@ import torch
 
 from checkpoints.recipes.tokenizer import EOS_ID
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.checkpoint_config import read_tokenizer
 from vllm_dllm.tools.drafter import sequences
 from vllm_dllm.tools.drafter.reference import Target
 from vllm_dllm.tools.drafter.sequences import (
@@ -21,6 +20,7 @@ from vllm_dllm.tools.drafter.sequences import (
     make_server_completer,
     read_prompts,
 )
+from vllm_dllm.tools.inputs import read_tokenizer
 
 MAX_TOKENS = 6
 
