@@ -9,14 +9,16 @@ lack. So both are written in full here.
 import re
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compressed_tensors import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from transformers import PretrainedConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
-)
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
 
 GROUP_SIZE = 16
 """Values of a group in NVFP4."""
@@ -161,7 +163,7 @@ def list_linears(text_config: PretrainedConfig) -> Iterator[str]:
                 yield f"layers.{i}.{block}.{name}"
 
 
-def add_vllm_names(config: CompressedTensorsConfig, text_config: PretrainedConfig) -> None:
+def add_vllm_names(config: "CompressedTensorsConfig", text_config: PretrainedConfig) -> None:
     """Adds vLLM's names of layers to `ignore` and the targets of `config`, in place, where they
     have the checkpoint's names or patterns."""
     names = list(list_linears(text_config))
