@@ -14,11 +14,11 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.cpu import formats
 from vllm_dllm.cpu.compat.kernels import FusedMoEConfig, StockExperts
 from vllm_dllm.cpu.compat.ops import multiply_int8, quantize_to_int8
 from vllm_dllm.cpu.cores import cpu_vendor
-from vllm_dllm.cpu.quantization import formats
-from vllm_dllm.cpu.quantization.formats import Scaled
+from vllm_dllm.cpu.formats import Scaled
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

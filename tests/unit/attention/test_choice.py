@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_dllm.attention.choice import Choice, LayerKind, Times, Timing
+from vllm_dllm.attention.choice import Choice, LayerKind, Times
 
 SLIDING, FULL = LayerKind(256, 16, has_window=True), LayerKind(512, 16, has_window=False)
 CANVAS = 256
@@ -53,8 +53,8 @@ def test_other_layers_and_chips_are_unknown(layer: LayerKind) -> None:
 
 
 def times(*cells: tuple[int, int, float, float]) -> Times:
-    measured = (Timing(rows, context, {"triton": t, "fa4": f}) for rows, context, t, f in cells)
-    return Times("a GPU", {(256, True): (16, tuple(measured))})
+    measured = [dict(rows=r, context=c, triton=t, fa4=f) for r, c, t, f in cells]
+    return Times("a GPU", [{"head_size": 256, "has_window": True, "num_heads": 16, "ms": measured}])
 
 
 TABLES: dict[str, tuple[list[tuple[int, int, float, float]], tuple[tuple[int, str], ...]]] = {
@@ -81,10 +81,8 @@ def test_times_decide(table: str) -> None:
 def test_what_a_server_measures_is_read_the_same_way() -> None:
     layer: dict[str, Any] = {"head_size": 512, "has_window": False, "num_heads": 16}
     layer["ms"] = [{"rows": 256, "context": 0, "triton": 1.0, "fa4": 2.0}]
-    own = Times.from_json({"gpu": "another", "layers": [layer]})
+    own = Times("another", [layer])
     assert own.gpu == "another" and own.choose(FULL, LONG) == Choice(((0, "triton"),))
     assert own.choose(SLIDING, LONG) is None
     layer["ms"] = [{"rows": 256, "context": 0, "fa4": 2.0}, {"rows": 512, "context": 0, "fa4": 2.0}]
-    assert Times.from_json({"gpu": "x", "layers": [layer]}).choose(FULL, LONG) == Choice(
-        ((0, "fa4"),)
-    )
+    assert Times("x", [layer]).choose(FULL, LONG) == Choice(((0, "fa4"),))

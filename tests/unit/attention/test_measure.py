@@ -68,7 +68,7 @@ def test_times_of_each_kind_by_rows_and_context(stand_in: StandIn) -> None:
     ]
     assert measured == [{"head_size": D, "num_heads": HQ, "has_window": False, "ms": cells}]
     kind = layers[1].impl.kind
-    choice = Times.from_json({"gpu": "this", "layers": measured}).choose(kind, 80)
+    choice = Times("this", measured).choose(kind, 80)
     assert choice == Choice(((0, "fa4"), (12, "triton")))
     assert measuring.describe_gains(measured) == [
         f"FlashAttention-4 at head size {D} 0.83 to 2.50 times as fast as Triton"
@@ -82,7 +82,7 @@ def test_a_wrong_version_gets_no_time(stand_in: StandIn) -> None:
     (measured,) = measure([one], stand_in)
     assert all("fa4" not in cell for cell in measured["ms"])
     assert measuring.describe_gains([measured]) == []
-    choice = Times.from_json({"gpu": "this", "layers": [measured]}).choose(one.impl.kind, 80)
+    choice = Times("this", [measured]).choose(one.impl.kind, 80)
     assert choice == TRITON
 
 

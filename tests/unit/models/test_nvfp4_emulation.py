@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from vllm_dllm.cpu.quantization import formats
+from vllm_dllm.cpu import formats
 
 pytestmark = pytest.mark.numerics
 

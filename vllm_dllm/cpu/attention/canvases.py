@@ -74,8 +74,11 @@ class CanvasLayout:
             window_left=window_left,
             spans=torch.tensor((image.first_key, image.end)).expand(num_rows, 1, 2),
         )
-        values = image.request, image.rows.start, num_rows, first_key, image.end
-        return cls._lay_out(*(np.array([value]) for value in values), block_size, seen[None])
+        request, start, length, first, end = (
+            np.array([number])
+            for number in (image.request, image.rows.start, num_rows, first_key, image.end)
+        )
+        return cls._lay_out(request, start, length, first, end, block_size, seen[None])
 
     @classmethod
     def build_for_copies(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.cpu.compat.runner import draft_seeds
-from vllm_dllm.cpu.random_numbers import gumbel_noise
+from vllm_dllm.cpu.verification import gumbel_noise
 
 _DRAFT_POSITION = 1 << 30  # added to a draft's position: its verification draws other noise
 

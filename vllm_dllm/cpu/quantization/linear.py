@@ -18,6 +18,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.cpu import formats
 from vllm_dllm.cpu.compat.kernels import (
     Fp32Int8LinearKernel,
     MPLinearKernel,
@@ -26,7 +27,6 @@ from vllm_dllm.cpu.compat.kernels import (
     prefer_linear_kernel,
 )
 from vllm_dllm.cpu.experts import PROJECTIONS
-from vllm_dllm.cpu.quantization import formats
 
 
 def fp8_product(

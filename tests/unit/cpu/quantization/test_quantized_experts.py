@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests import tolerances
-from vllm_dllm.cpu import experts
+from vllm_dllm.cpu import experts, formats
 from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support, int8_sums_are_exact
-from vllm_dllm.cpu.quantization import formats
 
 pytestmark = pytest.mark.numerics
 

@@ -19,7 +19,6 @@ from tests.processes import run as run_program
 from tests.unit.tools.stub_server import ROWS, STUB, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.tools import evaluate
-from vllm_dllm.tools.evaluate import serving
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 
 TASKS = CHECKPOINTS / "tasks"
@@ -37,7 +36,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         assert "vllm_dllm.tools.scrape.WeightSizes" in options
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-    monkeypatch.setattr(serving, "serve_command", command)
+    monkeypatch.setattr(evaluate, "serve_command", command)
     return lambda name, answers: str(write_checkpoint(tmp_path / name, ROWS | answers))
 
 
@@ -84,7 +83,7 @@ def test_servers_are_asked_without_a_proxy(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    serving.ask_without_proxy()
+    evaluate.ask_without_proxy()
     assert os.environ["no_proxy"] == inside
 
 

@@ -17,8 +17,7 @@ from tests.unit.tools.stub_server import STUB, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import server_defaults
-from vllm_dllm.tools import tune
-from vllm_dllm.tools.evaluate import serving
+from vllm_dllm.tools import evaluate, tune
 from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
 from vllm_dllm.tools.tune.space import Space
 
@@ -39,7 +38,7 @@ def run_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
     def command(checkpoint: Path, port: int, *options: str) -> list[str]:
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-    monkeypatch.setattr(serving, "serve_command", command)
+    monkeypatch.setattr(evaluate, "serve_command", command)
     options = ["--task", "task.yaml", "--trials", str(TRIALS), "--concurrency", "4"]
     return lambda *further: cli.main(["tune", "model", *options, *further])
 
