@@ -26,8 +26,7 @@ from vllm_dllm.tools.server_process import check_checkpoint, log_folder
 from vllm_dllm.tools.terminal import make_console, print_table, progress_bars
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.report import Confirmed, Findings, choose_settings
-from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
-from vllm_dllm.tools.tune.space import Space, Value
+from vllm_dllm.tools.tune.search import Measured, Space, Tried, Value, pareto_front, search
 
 LEAST_PROMPTS = 8  # of a task, for both halves together
 WORKING_FILES = TRIALS_FILE, CONFIRMED_FILE = "trials.log", "confirmed.json"

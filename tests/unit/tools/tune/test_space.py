@@ -16,7 +16,7 @@ from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools.tune.report import difference_interval, mean_interval
-from vllm_dllm.tools.tune.space import Space
+from vllm_dllm.tools.tune.search import Space
 
 TINY = CHECKPOINTS / "diffusiongemma-tiny"
 

@@ -18,8 +18,7 @@ from vllm_dllm import cli
 from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.requests.options import server_defaults
 from vllm_dllm.tools import evaluate, tune
-from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
-from vllm_dllm.tools.tune.space import Space
+from vllm_dllm.tools.tune.search import Measured, Space, Tried, pareto_front, search
 
 ROWS = {f"Count to {n}.": str(n) for n in range(1, 17)}
 """An answer needs as many steps as it says. The odd ones are searched with."""
