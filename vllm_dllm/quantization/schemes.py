@@ -12,7 +12,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compressed_tensors import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    preset_name_to_scheme,
+)
 from transformers import PretrainedConfig
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -40,6 +45,16 @@ class Scheme(Enum):
     """4-bit integer weights in groups of 32, activations as they are."""
     OTHER = None
     """Any other: vLLM may have a GPU kernel for it."""
+
+    def for_all_linears(self) -> QuantizationScheme:
+        """Returns compressed-tensors' preset of this scheme, with the format of its tensors. There
+        is none of `OTHER`."""
+        preset = preset_name_to_scheme("W8A8" if self is Scheme.INT8 else self.name, ["Linear"])
+        if self is Scheme.W4A16:
+            assert preset.weights is not None
+            preset.weights.group_size = INT4_GROUP_SIZE
+        preset.format = CompressionFormat(self.value)
+        return preset
 
 
 def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
@@ -105,8 +120,8 @@ class _Format(NamedTuple):
     type: str
     num_bits: int
     strategy: str  # what has a scale of its own
-    group_size: int | None = None  # values of a group; None: they are not grouped
-    is_dynamic: bool = False  # whether scales are computed from each input
+    group_size: int | None  # values of a group; None: they are not grouped
+    is_dynamic: bool  # whether scales are computed from each input
 
     @classmethod
     def of(cls, args: QuantizationArgs | None) -> "_Format | None":
@@ -125,15 +140,10 @@ class _Format(NamedTuple):
         )
 
 
-_NVFP4 = _Format("float", 4, "tensor_group", GROUP_SIZE)
 _FORMATS = {
-    Scheme.FP8_DYNAMIC: (
-        _Format("float", 8, "channel"),
-        _Format("float", 8, "token", is_dynamic=True),
-    ),
-    Scheme.NVFP4: (_NVFP4, _NVFP4),
-    Scheme.INT8: (_Format("int", 8, "channel"), _Format("int", 8, "token", is_dynamic=True)),
-    Scheme.W4A16: (_Format("int", 4, "group", INT4_GROUP_SIZE), None),
+    kind: (_Format.of(preset.weights), _Format.of(preset.input_activations))
+    for kind in Scheme
+    if kind is not Scheme.OTHER and (preset := kind.for_all_linears())
 }
 """Formats of weights and inputs that are served."""
 
