@@ -23,7 +23,7 @@ from vllm_dllm.attention import WindowRules
 from vllm_dllm.compat.attention import set_kernel_isa
 from vllm_dllm.config.masked import MaskedConfig
 from vllm_dllm.cpu.attention import canvases
-from vllm_dllm.cpu.attention.canvases import CanvasKeys, CanvasLayout, attend_canvases
+from vllm_dllm.cpu.attention.canvases import CanvasLayout, attend_canvases
 from vllm_dllm.cpu.attention.cuts import Image, split_at_images, split_into_blocks
 
 
@@ -32,11 +32,12 @@ class CpuCanvasMetadata(cpu_attn.CPUAttentionMetadata):
     """vLLM's CPU metadata, with the keys of what is computed here: canvases under the reference
     rule, images longer than the window, and second copies of blocks."""
 
-    canvas_keys: tuple[CanvasKeys, ...] = ()
+    canvases: tuple[tuple[CanvasLayout, torch.Tensor], ...] = ()
+    """Layouts, each with the cache blocks that hold its keys."""
 
 
 class CpuCanvasMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
-    """Builds metadata with `CanvasKeys` for sliding-window layers, and for models that verify
+    """Builds metadata with layouts for sliding-window layers, and for models that verify
     blocks in a second copy. Other layers have none."""
 
     takes_window_rules = True
@@ -71,10 +72,10 @@ class CpuCanvasMetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         common = split_into_blocks(common)
         base = super().build(common_prefix_len, common, fast_build)
         layouts = self._lay_out_windows(common, rules, images) if self.window_size > 0 else []
-        keys = [CanvasKeys.build(each, common.block_table_tensor.numpy()) for each in layouts]
+        found = [(layout, layout.find_blocks(common.block_table_tensor)) for layout in layouts]
         if (copies := self._lay_out_copies(uncut)) is not None:
-            keys.append(CanvasKeys.build(copies, uncut.block_table_tensor.numpy()))
-        return CpuCanvasMetadata(**vars(base), canvas_keys=tuple(keys))
+            found.append((copies, copies.find_blocks(uncut.block_table_tensor)))
+        return CpuCanvasMetadata(**vars(base), canvases=tuple(found))
 
     def _lay_out_copies(self, common: CommonAttentionMetadata) -> CanvasLayout | None:
         """Returns the layout of all second copies of blocks, or None if there are none."""
@@ -144,12 +145,13 @@ class CpuCanvasImpl(cpu_attn.CPUAttentionBackendImpl):
         **named_scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes the attention of all T rows to `output`, and returns `output`."""
-        canvas_keys = () if attn_metadata is None else attn_metadata.canvas_keys
-        if not any(keys.layout.only_canvases for keys in canvas_keys):
+        found = () if attn_metadata is None else attn_metadata.canvases
+        if not any(layout.only_canvases for layout, _ in found):
             inputs = layer, query, key, value, kv_cache, attn_metadata, output
             super().forward(*inputs, *scales, **named_scales)
-        for keys in canvas_keys:
-            attend_canvases(query, kv_cache, keys, self.scale, output, self.logits_soft_cap)
+        for layout, blocks in found:
+            softcap = self.logits_soft_cap
+            attend_canvases(query, kv_cache, layout, blocks, self.scale, output, softcap)
         return output
 
 

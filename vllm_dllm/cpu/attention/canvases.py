@@ -144,43 +144,31 @@ class CanvasLayout:
             only_canvases=False,
         )
 
+    def find_blocks(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Returns the cache blocks [n, B] int64 that hold the keys in one KV cache group.
+        `block_table`: the group's, [num_reqs, max_blocks]."""
+        blocks = block_table.numpy()[self.selected[:, None], self.block_columns]
+        return torch.from_numpy(blocks.astype(np.int64))
+
 
 def _to_bias(seen: torch.Tensor) -> torch.Tensor:
     """Returns the fp32 bias of scores, shaped like `seen`: 0 for a visible key, else -inf."""
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
-@dataclass(frozen=True)
-class CanvasKeys:
-    """A layout, and the cache blocks that hold its keys in one KV cache group."""
-
-    layout: CanvasLayout
-    blocks: torch.Tensor  # [n, B] int64
-
-    @classmethod
-    def build(
-        cls,
-        layout: CanvasLayout,
-        block_table: np.ndarray,  # [num_reqs, max_blocks]
-    ) -> "CanvasKeys":
-        """Returns the layout's blocks from the block table of a KV cache group."""
-        blocks = block_table[layout.selected[:, None], layout.block_columns]
-        return cls(layout, torch.from_numpy(blocks.astype(np.int64)))
-
-
 def attend_canvases(
     query: torch.Tensor,  # [T, Hq, D]
     kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
-    canvas_keys: CanvasKeys,
+    layout: CanvasLayout,
+    blocks: torch.Tensor,  # [n, B] int64, that hold its keys
     scale: float,
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
     softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
     """Writes the attention of a layout's rows to `output`, whose other rows stay as they are."""
-    layout = canvas_keys.layout
     n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]
-    keys, values = _gather_blocks(kv_cache, canvas_keys.blocks, layout.keys)
+    keys, values = _gather_blocks(kv_cache, blocks, layout.keys)
     Hkv = keys.shape[1]
     # The heads of a group share their keys, and the mask does not depend on the row: fold the
     # group's heads into the row axis.
