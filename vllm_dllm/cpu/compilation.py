@@ -30,9 +30,6 @@ logger = init_logger(__name__)
 
 MODEL_FOLDERS = ("attention", "compat", "config", "cpu", "drafters", "models", "quantization")
 """Folders whose sources shape the model when it is built."""
-OUTSIDE_FORWARD = ("denoise", "requests", "step")
-"""Folders that models import only for what runs around the compiled forward, and that do not shape
-the model: the sampler's constants, checks of images, and the classes of model states."""
 
 
 def has_compiler() -> bool:

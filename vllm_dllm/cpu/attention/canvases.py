@@ -7,8 +7,17 @@ import numpy as np
 import torch
 
 from attention_kernels.masks import visible, visible_range
-from vllm_dllm.cpu.attention.cuts import Image
 from vllm_dllm.cpu.compat.ops import write_cpu_kv_cache
+
+
+@dataclass(frozen=True)
+class Image:
+    """Rows of a batch that belong to one image."""
+
+    request: int  # index of the new request
+    rows: slice  # rows of the batch; fewer than its keys if the cache already holds the first ones
+    first_key: int  # position
+    end: int  # position after its last key
 
 
 @dataclass(frozen=True)
