@@ -2,7 +2,8 @@
 
     python -m checkpoints.recipes.drafter.evaluate TARGET DRAFTER checkpoints/held_out.jsonl
 
-Greedy speculative decoding worked out offline (`offline.py`), in float32. The last line is JSON.
+Greedy speculative decoding worked out offline (`measurements.py`), in float32. The last line is
+JSON.
 """
 
 import argparse

@@ -7,10 +7,10 @@ takes nearly all the time. A stopped run continues after the last part that it h
 
 The report compares the predictor with the best fixed size, chosen on the training prompts, and with
 the oracle, which knows the best size of each prompt. A predictor as good as the oracle has seen the
-answers. The paper's predictor has seen them: on all 64 prompts whose choices were published (AMAP-
-ML/BlockPilot, utils/*/1.json) it chose the oracle's size. There the oracle is 3.5 % (GSM8K) and 4.0
-% (MATH-500) better than a fixed 16. With no sizes above the trained 16, it is 1.3 % and 1.2 %
-better.
+answers. The paper's predictor has seen them: on all 64 prompts whose choices were published
+(AMAP-ML/BlockPilot, utils/*/1.json) it chose the oracle's size. There the oracle is 3.5 % (GSM8K)
+and 4.0 % (MATH-500) better than a fixed 16. With no sizes above the trained 16, it is 1.3 % and
+1.2 % better.
 """
 
 import copy
