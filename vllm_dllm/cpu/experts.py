@@ -39,40 +39,6 @@ class Projection(NamedTuple):
     """(Rows, expert) -> products [n, N]."""
 
 
-def mix_experts(
-    x: torch.Tensor,  # [T, H]
-    topk_weights: torch.Tensor,  # [T, k]
-    topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
-    activation: str,
-    gate_up: Projection,  # [2 I, H]
-    down: Projection,  # [H, I]
-) -> torch.Tensor:
-    """Returns the sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
-    Experts of other ranks add nothing. `activation`: a key of `ACTIVATIONS`.
-
-    Intermediate results have the model's type, as on GPUs. The sum is in fp32, and the result has
-    the type of `x`.
-    """
-    experts = topk_ids.flatten().long()
-    order = experts.argsort(stable=True)
-    tokens = order // topk_ids.shape[1]
-    ends = torch.bincount(experts + 1).cumsum(0).tolist()
-    first = ends[0]  # rows before it belong to experts of other ranks
-    own = [(expert, a, b) for expert, (a, b) in enumerate(pairwise(ends)) if b > a]
-    if not own:
-        return torch.zeros_like(x)
-    inputs = gate_up.quantize(x)
-    products = [gate_up.product(inputs[tokens[a:b]], expert).to(x.dtype) for expert, a, b in own]
-    gate, up = torch.cat(products).chunk(2, dim=-1)
-    inner = down.quantize(ACTIVATIONS[activation](gate).mul_(up))
-    products = [
-        down.product(inner[a - first : b - first], expert).to(x.dtype) for expert, a, b in own
-    ]
-    weights = topk_weights.flatten()[order[first:], None].float()
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    return total.index_add_(0, tokens[first:], torch.cat(products) * weights).to(x.dtype)
-
-
 # Each of the following functions returns the Projection of one matrix [N, K] of each of E experts.
 # `dtype` is the model's.
 
@@ -168,11 +134,34 @@ def compute_experts(
     w13: list[torch.Tensor],
     w2: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns `mix_experts`, [T, H]. `number_format`: a key of `PROJECTIONS`. `w13` and `w2`: the
-    tensors that its function takes, of matrices [2 I, H] and [H, I]."""
+    """Returns the sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
+    Experts of other ranks add nothing. `activation`: a key of `ACTIVATIONS`. `number_format`: a key
+    of `PROJECTIONS`. `w13` and `w2`: the tensors that its function takes, of matrices [2 I, H] and
+    [H, I].
+
+    Intermediate results have the model's type, as on GPUs. The sum is in fp32, and the result has
+    the type of `x`.
+    """
     make = PROJECTIONS[number_format]
     gate_up, down = make(x.dtype, *w13), make(x.dtype, *w2)
-    return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
+    experts = topk_ids.flatten().long()
+    order = experts.argsort(stable=True)
+    tokens = order // topk_ids.shape[1]
+    ends = torch.bincount(experts + 1).cumsum(0).tolist()
+    first = ends[0]  # rows before it belong to experts of other ranks
+    own = [(expert, a, b) for expert, (a, b) in enumerate(pairwise(ends)) if b > a]
+    if not own:
+        return torch.zeros_like(x)
+    inputs = gate_up.quantize(x)
+    products = [gate_up.product(inputs[tokens[a:b]], expert).to(x.dtype) for expert, a, b in own]
+    gate, up = torch.cat(products).chunk(2, dim=-1)
+    inner = down.quantize(ACTIVATIONS[activation](gate).mul_(up))
+    products = [
+        down.product(inner[a - first : b - first], expert).to(x.dtype) for expert, a, b in own
+    ]
+    weights = topk_weights.flatten()[order[first:], None].float()
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    return total.index_add_(0, tokens[first:], torch.cat(products) * weights).to(x.dtype)
 
 
 direct_register_custom_op(
