@@ -38,7 +38,7 @@ agree:
 - `fa4_fwd.band_mask` and `fa4_fwd.image_mask` apply them: `test_fa4.py::test_mask_function`.
 - vLLM's CPU kernel, for causal and `symmetric` requests: `test_cpu_backend.py::test_visibility`.
   Requests that are causal by blocks, and those with images, are cut into bidirectional ones
-  (`cpu/attention/cuts.py`).
+  (`cpu/attention/backend.py`).
 
 FlashAttention-4 does not know blocks of more than one token, but a request that is causal by blocks
 is a causal one whose blocks are images (`block_spans`). In one that verifies, a row sees its own

@@ -13,7 +13,7 @@ def best_widths(
 ) -> dict[str, Any]:
     """τ of every fixed verify width of `num_drafts` drafted tokens, and of the width that needs the
     fewest verifications for each prompt: offline, in fp32."""
-    from vllm_dllm.tools.drafter.offline import mean_length, replay
+    from vllm_dllm.tools.drafter.measurements import mean_length, replay
     from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 
     replayed = replay(

@@ -25,7 +25,7 @@ from optuna.trial import FixedTrial
 from bench import harness
 from bench.made_up_language import Language, count_breaks, make_language, trained_checkpoint, write
 from bench.system import taking_turns
-from vllm_dllm.tools.tune.space import Space
+from vllm_dllm.tools.tune.search import Space
 
 NEMOTRON = "NemotronLabsDiffusionModel"
 ARCHITECTURES = (

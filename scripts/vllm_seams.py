@@ -14,13 +14,16 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import vllm_dllm
-from scripts.seams import SEAMS, SIGNATURES, Seam
-from vllm_dllm.compat.patches import PATCHES, Patch
+from scripts.seams import OF_SOME_VERSIONS, REPLACED, SEAMS, SIGNATURES
+from vllm_dllm.compat.patching import PATCHES
 from vllm_dllm.compat.version import is_at_least
-from vllm_dllm.cpu.kernels import native_kernels
+from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 
-BLOCK_SIZES = ("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE")
-"""Parameters of Triton kernels that native code does not need."""
+UNUSED = {
+    *("BLOCK_SIZE", "LOOKAHEAD_BLOCK", "TOPK_BLOCK_SIZE", "TRITON_BLOCK_SIZE", "PER_TOKEN_COL"),
+    *("cp_rank", "CP_INTERLEAVE", "dcp_sharded", "num_logits", "topk", "vocab_size"),
+}
+"""Parameters of Triton kernels that a native version may leave out, beside strides."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -104,16 +107,20 @@ class Sources:
         return None if found is None or isinstance(found, ast.ClassDef) else found.args
 
 
-def concerns_version(what: Seam | Patch, version: str) -> bool:
-    """Whether a seam or patch concerns this version of vLLM."""
-    begun = is_at_least(what.since, version)
-    return begun and (what.until is None or not is_at_least(what.until, version))
+def concerns_version(version: str, since: str = "0", until: str | None = None) -> bool:
+    """Whether what is there from version `since` on, and before `until`, is in this one of vLLM."""
+    return is_at_least(since, version) and (until is None or not is_at_least(until, version))
+
+
+def replaced_names(version: str) -> list[str]:
+    """Returns the names that we replace in this version of vLLM."""
+    return [p for p in PATCHES if concerns_version(version, *OF_SOME_VERSIONS.get(p, ()))]
 
 
 def moved_seams(sources: Sources) -> Iterator[str]:
     """Yields seams that are gone or no longer say what they must."""
     for seam in SEAMS:
-        if not concerns_version(seam, sources.version):
+        if not concerns_version(sources.version, seam.since, seam.until):
             continue
         text = sources.text(seam.place)
         if text is None:
@@ -126,12 +133,11 @@ def changed_signatures(sources: Sources) -> Iterator[str]:
     """Yields functions that we replace or call and whose parameters have changed, and other names
     that we replace and that are gone."""
     expected_of = dict(SIGNATURES)
-    for patch in PATCHES:
-        if concerns_version(patch, sources.version):
-            if patch.takes is not None:
-                expected_of[sources.home(patch.target)] = patch.takes
-            elif not sources.binds(patch.target.removesuffix("[]")):
-                yield f"vllm.{patch.target} is gone"
+    for target in replaced_names(sources.version):
+        if target in REPLACED:
+            expected_of[sources.home(target)] = REPLACED[target]
+        elif not sources.binds(target.removesuffix("[]")):
+            yield f"vllm.{target} is gone"
     for place, expected in expected_of.items():
         if (found := sources.parameters(place)) is None:
             yield f"vllm.{place} is gone"
@@ -140,25 +146,25 @@ def changed_signatures(sources: Sources) -> Iterator[str]:
 
 
 def changed_kernels(sources: Sources) -> Iterator[str]:
-    """Yields kernels whose parameters differ from those of their native versions, in name or order.
-    Native versions may have more at the end, for later vLLMs. `tests/unit/cpu` compares results."""
-    for name, native in native_kernels(sources.version).items():
+    """Yields kernels that lack a parameter of their native version, or have one that this does not
+    know. `tests/unit/cpu` compares results."""
+    for name, native in NATIVE_KERNELS.items():
         place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
         if (found := sources.parameters(place)) is None:
             yield f"kernel {name} is gone"
             continue
-        kernel = [p.removesuffix("_ptr") for p in _parameter_names(found) if p not in BLOCK_SIZES]
-        own = list(inspect.signature(native).parameters.values())[1:]  # after the grid
-        own = [p for p in own if p.kind is not p.VAR_KEYWORD]
-        same = [p.name for p in own[: len(kernel)]] == kernel
-        if not same or any(p.default is p.empty for p in own[len(kernel) :]):
-            yield f"kernel {name} takes {kernel}, ours {[p.name for p in own]}"
+        kernel = {p.removesuffix("_ptr") for p in _parameter_names(found)}
+        own = inspect.signature(native).parameters
+        needed = {p.name for p in own.values() if p.default is p.empty} - {"grid"}
+        unknown = {p for p in kernel - own.keys() - UNUSED if not re.search(r"_stride(_\d)?$", p)}
+        if unknown or not needed <= kernel:
+            yield f"kernel {name} takes {sorted(kernel)}, ours {list(own)}"
 
 
 def rewritten_kernels(sources: Sources, others: Sources) -> Iterator[str]:
     """Yields kernels with a native version whose code, or code they call, differs between two
     vLLMs."""
-    for name in native_kernels(sources.version):
+    for name in NATIVE_KERNELS:
         place = ":".join(name.removeprefix("vllm.").rsplit(".", 1))
         if _read_kernel_code(sources, place) != _read_kernel_code(others, place):
             yield name

@@ -32,7 +32,7 @@ from tests.engine.one_step import is_best_guess
 from tests.engine.rounding import add_noise
 from vllm_dllm.compat import version
 from vllm_dllm.drafters.blockpilot import BlockPilot, PredictorConfig, save_predictor
-from vllm_dllm.tools.drafter.offline import Replayed, replay
+from vllm_dllm.tools.drafter.measurements import Replayed, replay
 from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow]

@@ -14,7 +14,7 @@ contexts, the one is chosen that loses least where it loses most.
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -34,14 +34,6 @@ class LayerKind(NamedTuple):
     head_size: int
     num_heads: int  # query heads of this rank
     has_window: bool
-
-
-class Timing(NamedTuple):
-    """How long attention takes in a step of canvases that all have the same context."""
-
-    rows: int
-    context: int  # tokens before each canvas
-    ms: Mapping[Version, float]  # of one layer
 
 
 @dataclass(frozen=True)
@@ -64,28 +56,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Times:
-    """How long attention takes on one GPU."""
+    """How long attention takes on one GPU, as in the files in `times/`."""
 
     gpu: str  # its name
-    # By head size and whether there is a window: the query heads measured, and the timings.
-    cells: Mapping[tuple[int, bool], tuple[int, tuple[Timing, ...]]]
+    layers: Sequence[Mapping[str, Any]]
+    """Each kind of layer that was measured: a `LayerKind`'s fields, and in `ms` the time of each
+    version, if it can run, in steps of canvases that all have the same `context` before them."""
 
     @classmethod
     def from_json(cls, file: Mapping[str, Any]) -> "Times":
-        """Returns the times of `file`, the contents of one in `times/`. A version without a time
-        gets an infinite one: it cannot run."""
-        cells = {}
-        for layer in file["layers"]:
-            measured = tuple(
-                Timing(
-                    each["rows"],
-                    each["context"],
-                    {version: each.get(version, math.inf) for version in VERSIONS},
-                )
-                for each in layer["ms"]
-            )
-            cells[layer["head_size"], layer["has_window"]] = layer["num_heads"], measured
-        return cls(file["gpu"], cells)
+        """Returns the times of `file`, the contents of one in `times/`."""
+        return cls(file["gpu"], file["layers"])
 
     @classmethod
     def shipped(cls, capability: tuple[int, int]) -> "Times | None":
@@ -101,22 +82,27 @@ class Times:
         What was measured with R rows holds from R / 2 rows on. With half the heads, as on two
         tensor-parallel ranks, a step of twice the rows is as much work.
         """
-        num_heads, cells = self.cells.get((layer.head_size, layer.has_window), (1, ()))
-        steps: list[tuple[int, Version]] = []
-        for rows in sorted({cell.rows for cell in cells}):
-            of_rows = [cell for cell in cells if cell.rows == rows]
-            least = min(cell.context for cell in of_rows)
-            version = _least_worst([c for c in of_rows if c.context <= max(least, longest)])
+        kinds = {(each["head_size"], each["has_window"]): each for each in self.layers}
+        if (measured := kinds.get((layer.head_size, layer.has_window))) is None:
+            return None
+        cells, steps = measured["ms"], list[tuple[int, Version]]()
+        for rows in sorted({cell["rows"] for cell in cells}):
+            of_rows = [cell for cell in cells if cell["rows"] == rows]
+            most = max(longest, min(cell["context"] for cell in of_rows))
+            version = _least_worst([cell for cell in of_rows if cell["context"] <= most])
             if not steps:
                 steps.append((0, version))
             elif steps[-1][1] != version:
-                steps.append((math.ceil(rows / 2 * num_heads / layer.num_heads), version))
+                begin = rows / 2 * measured["num_heads"] / layer.num_heads
+                steps.append((math.ceil(begin), version))
         return Choice(tuple(steps)) if steps else None
 
 
-def _least_worst(cells: list[Timing]) -> Version:
+def _least_worst(cells: list[Mapping[str, Any]]) -> Version:
     """Returns the version whose largest ratio to the fastest one, over all cells, is the smallest.
-    Versions within a factor of `EQUAL` count as equal, and the first of `VERSIONS` wins."""
-    worst = {v: max(cell.ms[v] / min(cell.ms.values()) for cell in cells) for v in VERSIONS}
+    Versions within a factor of `EQUAL` count as equal, and the first of `VERSIONS` wins. A version
+    without a time cannot run."""
+    times = [{version: cell.get(version, math.inf) for version in VERSIONS} for cell in cells]
+    worst = {v: max(each[v] / min(each.values()) for each in times) for v in VERSIONS}
     least = min(worst.values())
     return next(version for version in VERSIONS if worst[version] <= least * EQUAL)

@@ -26,7 +26,7 @@ def measure_attention(
     stopwatch: Stopwatch,
 ) -> list[dict[str, Any]]:
     """Times each kind of layer that more than one version can run, by rows and context. Returns
-    `layers` of `Times.from_json`, without kinds that could not be timed. Overwrites the first pages
+    `layers` of `Times`, without kinds that could not be timed. Overwrites the first pages
     of these layers' caches, which must hold nothing yet, with zeros, and has the layers choose
     versions again."""
     most_context = max(0, min(longest - canvas_length, CONTEXTS[-1]))

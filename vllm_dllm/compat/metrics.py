@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -46,45 +45,39 @@ def add_canvas_and_draft_metrics(
         "spec_decoding_stats",
         CanvasSpecDecodingStats | None,
     )
-    patch(
-        "v1.metrics.loggers:PrometheusStatLogger._spec_decoding_cls",
-        partial(_extend_metrics, canvas_class=canvas_class, draft_class=draft_class),
-    )
 
+    def extend(stock: Any) -> Any:
+        """Returns a subclass of vLLM's class of metrics `stock` that also has ours."""
 
-def _extend_metrics(
-    stock: Any, *, canvas_class: Callable[..., Any], draft_class: Callable[..., Any]
-) -> Any:
-    """Returns a subclass of vLLM's class of metrics `stock` that also has ours. Arguments are as in
-    `add_canvas_and_draft_metrics`."""
+        class Metrics(stock):
+            """vLLM's metrics of drafts and, where they apply, ours of canvases or drafts."""
 
-    class Metrics(stock):
-        """vLLM's metrics of drafts and, where they apply, ours of canvases or drafts."""
+            def __init__(
+                self,
+                speculative_config: Any,
+                labelnames: list[str],
+                per_engine_labelvalues: dict[int, list[object]],
+                is_diffusion: bool = False,
+            ) -> None:
+                labels = (labelnames, per_engine_labelvalues)
+                super().__init__(speculative_config, *labels, is_diffusion)
+                self.canvas_metrics = canvas_class(*labels) if is_diffusion else None
+                self.draft_metrics = draft_class(*labels) if is_dflash(speculative_config) else None
 
-        def __init__(
-            self,
-            speculative_config: Any,
-            labelnames: list[str],
-            per_engine_labelvalues: dict[int, list[object]],
-            is_diffusion: bool = False,
-        ) -> None:
-            labels = (labelnames, per_engine_labelvalues)
-            super().__init__(speculative_config, *labels, is_diffusion)
-            self.canvas_metrics = canvas_class(*labels) if is_diffusion else None
-            self.draft_metrics = draft_class(*labels) if is_dflash(speculative_config) else None
+            def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
+                """Adds a step's statistics to vLLM's metrics and to ours."""
+                super().observe(spec_decoding_stats, engine_idx)
+                canvas_counts = getattr(spec_decoding_stats, "canvas_counts", None)
+                if self.canvas_metrics is not None and canvas_counts is not None:
+                    self.canvas_metrics.observe(canvas_counts, engine_idx)
+                if self.draft_metrics is not None:
+                    self.draft_metrics.observe(
+                        spec_decoding_stats.num_drafts,
+                        spec_decoding_stats.num_accepted_tokens_per_pos,
+                        spec_decoding_stats.num_draft_tokens_per_pos,
+                        engine_idx,
+                    )
 
-        def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
-            """Adds a step's statistics to vLLM's metrics and to ours."""
-            super().observe(spec_decoding_stats, engine_idx)
-            canvas_counts = getattr(spec_decoding_stats, "canvas_counts", None)
-            if self.canvas_metrics is not None and canvas_counts is not None:
-                self.canvas_metrics.observe(canvas_counts, engine_idx)
-            if self.draft_metrics is not None:
-                self.draft_metrics.observe(
-                    spec_decoding_stats.num_drafts,
-                    spec_decoding_stats.num_accepted_tokens_per_pos,
-                    spec_decoding_stats.num_draft_tokens_per_pos,
-                    engine_idx,
-                )
+        return Metrics
 
-    return Metrics
+    patch("v1.metrics.loggers:PrometheusStatLogger._spec_decoding_cls", extend)

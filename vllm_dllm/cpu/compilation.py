@@ -2,6 +2,9 @@
 
 With the shipped checkpoint at batch 1, a forward took 14 ms module by module, 9 ms as the flat list
 of operations that Dynamo traces, and 6.5 ms compiled by Inductor, which needs a C++ compiler.
+
+Where it is not compiled, RMS norms run in vLLM's C++ kernel: run op by op, a norm is six PyTorch
+kernels, and a layer of Gemma4 has up to ten norms.
 """
 
 import hashlib
@@ -12,22 +15,21 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from vllm import envs
+from torch import Tensor
+from vllm import envs, ir
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 from vllm.logger import init_logger
 
 import vllm_dllm
-from vllm_dllm.cpu.norm import prefer_cpp_norm
-from vllm_dllm.cpu.processor import instruction_set
+from vllm_dllm.cpu.compat import runner
+from vllm_dllm.cpu.compat.ops import cpp_rms_norm
+from vllm_dllm.cpu.cores import instruction_set
 
 logger = init_logger(__name__)
 
 MODEL_FOLDERS = ("attention", "compat", "config", "cpu", "drafters", "models", "quantization")
 """Folders whose sources shape the model when it is built."""
-OUTSIDE_FORWARD = ("denoise", "requests", "step")
-"""Folders that models import only for what runs around the compiled forward, and that do not shape
-the model: the sampler's constants, checks of images, and the classes of model states."""
 
 
 def has_compiler() -> bool:
@@ -89,9 +91,7 @@ def _find_obstacle() -> str | None:
 def reuse_compiled_models(vllm_config: VllmConfig) -> None:
     """Lets this worker load what an earlier start compiled, if it would compile the same: changes
     vLLM's cache key in `vllm_config`, in place. Call it when the number of threads is set."""
-    from vllm_dllm.cpu.compat import compiled_models
-
-    compiled_models.allow_loading_inductor_models()
+    runner.allow_loading_inductor_models()
     # What a compiled model depends on beyond vLLM's cache key, which has the versions of vLLM and
     # torch, the configurations, and the sources of functions called in the forward, but not our
     # sources, which shape the model when it is built.
@@ -102,8 +102,8 @@ def reuse_compiled_models(vllm_config: VllmConfig) -> None:
         platform.machine(),
         instruction_set(),  # what the compiler was free to use
     )
-    compiled_models.add_to_cache_key(vllm_config, ", ".join(key))
-    compiled_models.set_compilation_callback(_log_compilation)
+    runner.add_to_cache_key(vllm_config, ", ".join(key))
+    runner.set_compilation_callback(_log_compilation)
 
 
 def hash_model_sources(package: Path = Path(vllm_dllm.__path__[0])) -> str:
@@ -123,3 +123,38 @@ def _log_compilation(model: str, folder: str) -> None:
         model,
         folder,
     )
+
+
+NORM_PROVIDER = "vllm_dllm_cpu"
+"""The kernel's name among vLLM's implementations of RMS norm."""
+
+
+def _norm_supports(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    """Whether vLLM's C++ kernel computes a norm as vLLM defines it: only in fp32, since in 16-bit
+    types it rounds once more, and over whole rows."""
+    dtypes = {x.dtype} if weight is None else {x.dtype, weight.dtype}
+    return variance_size is None and dtypes == {torch.float32}
+
+
+def register_cpp_norm() -> None:
+    """Adds vLLM's C++ kernel to vLLM's kinds of RMS norm, as `NORM_PROVIDER`. Repeatable."""
+    if NORM_PROVIDER in ir.ops.rms_norm.impls:
+        return
+
+    @ir.ops.rms_norm.register_impl(NORM_PROVIDER, supports_args=_norm_supports)
+    def rms_norm(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Tensor:
+        x = x.contiguous()  # the kernel assumes that rows are adjacent
+        output = torch.empty_like(x)
+        cpp_rms_norm(output, x, weight, epsilon)
+        return output
+
+
+def prefer_cpp_norm(vllm_config: VllmConfig) -> None:
+    """Puts `NORM_PROVIDER`, if registered, first for norms in `vllm_config`, in place."""
+    if NORM_PROVIDER in ir.ops.rms_norm.impls:
+        norms = vllm_config.kernel_config.ir_op_priority.rms_norm
+        norms[:] = [NORM_PROVIDER, *(name for name in norms if name != NORM_PROVIDER)]

@@ -1,4 +1,5 @@
-"""Which cores the model computes on, and how many threads each step uses.
+"""Which cores the model computes on, how many threads each step uses, and what Linux says of the
+processor.
 
 vLLM reserves a core for its other processes, which have little to do while the model computes. On
 two cores that wastes half of the machine: a denoise step of 267 million parameters took twice as
@@ -13,6 +14,7 @@ of the same rows always rounds the same.
 import multiprocessing
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -91,3 +93,25 @@ def make_step_threads(model: nn.Module, num_layers: int) -> StepThreads | None:
         return None
     weights = sum(parameter.numel() for parameter in model.parameters())
     return StepThreads(weights // num_layers, torch.get_num_threads())
+
+
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the names of this processor's extensions, sorted. `cpuinfo`: Linux' file of them."""
+    if names := _value_of_first_processor(cpuinfo, ("flags", "Features")):  # on x86 and Arm
+        return " ".join(sorted(names.split()))
+    return str(sorted(torch.cpu.get_capabilities().items()))
+
+
+def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the vendor, `AuthenticAMD` or `GenuineIntel`; "" if unknown, as on Arm."""
+    return _value_of_first_processor(cpuinfo, ("vendor_id",)) or ""
+
+
+def _value_of_first_processor(cpuinfo: Path, names: tuple[str, ...]) -> str | None:
+    """Returns the value in the first line of `cpuinfo` that is about one of `names`, or None."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
+    return None

@@ -1,7 +1,7 @@
-"""Experts on a CPU, computed one after the other for the tokens routed to each, and a kernel for
-bf16.
+"""Experts on a CPU, computed one after the other for the tokens routed to each. Quantised ones are
+unpacked one at a time for the rows they get.
 
-Each caller of `mix_experts` is one PyTorch operation, because the compiler must not trace the loop.
+All of a layer are one PyTorch operation, because the compiler must not trace the loop.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,11 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.cpu import formats
 from vllm_dllm.cpu.compat.kernels import FusedMoEConfig, StockExperts
-from vllm_dllm.cpu.processor import cpu_vendor
+from vllm_dllm.cpu.compat.ops import multiply_int8, quantize_to_int8
+from vllm_dllm.cpu.cores import cpu_vendor
+from vllm_dllm.cpu.formats import Scaled
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -36,20 +39,111 @@ class Projection(NamedTuple):
     """(Rows, expert) -> products [n, N]."""
 
 
-def mix_experts(
+# Each of the following functions returns the Projection of one matrix [N, K] of each of E experts.
+# `dtype` is the model's.
+
+
+def bf16_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K] bf16
+) -> Projection:
+    """Nothing is quantised."""
+    return Projection(lambda x: x, lambda rows, expert: F.linear(rows, weights[expert]))
+
+
+def fp8_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K] float8_e4m3fn
+    scales: torch.Tensor,  # [E, N, 1] fp32
+) -> Projection:
+    """Inputs are quantised row by row."""
+
+    def decode(expert: int) -> Scaled:
+        return formats.decode_fp8(weights[expert], scales[expert])
+
+    return _multiply_scaled(dtype, formats.quantize_fp8, decode)
+
+
+def nvfp4_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K / 2] uint8
+    block_scales: torch.Tensor,  # [E, N, K / 16] float8_e4m3fn
+    scales: torch.Tensor,  # [E] fp32, multiplies
+    input_scale: torch.Tensor,  # [] fp32, divides
+) -> Projection:
+    """Inputs are quantised by `input_scale`, their global scale."""
+
+    def decode(expert: int) -> Scaled:
+        return formats.decode_nvfp4(weights[expert], block_scales[expert], scales[expert])
+
+    return _multiply_scaled(dtype, lambda x: formats.quantize_nvfp4(x, input_scale), decode)
+
+
+def _multiply_scaled(
+    dtype: torch.dtype,
+    quantize: Callable[[torch.Tensor], Scaled],
+    decode: Callable[[int], Scaled],  # expert -> its weights
+) -> Projection:
+    return Projection(
+        lambda x: quantize(x).to_model_dtype(dtype),
+        lambda rows, expert: formats.multiply(rows, decode(expert).to_model_dtype(dtype)),
+    )
+
+
+def int8_projection(
+    dtype: torch.dtype,
+    handles: torch.Tensor,  # [E] int64, see `ops.Int8Weights`
+    weights: torch.Tensor,  # [E, N, 0]; oneDNN has the numbers
+) -> Projection:
+    """Inputs are quantised row by row."""
+
+    def multiply(rows: Scaled, expert: int) -> torch.Tensor:
+        out = torch.empty(len(rows.values), weights.shape[1], dtype=dtype)
+        return multiply_int8(rows.values, rows.scale, handles[expert], out)
+
+    return Projection(lambda x: Scaled(*quantize_to_int8(x)), multiply)
+
+
+def int4_projection(
+    dtype: torch.dtype,
+    weights: torch.Tensor,  # [E, N, K / 8] int32
+    scales: torch.Tensor,  # [E, N, K / group], of the model's type
+) -> Projection:
+    """Inputs are not quantised."""
+    return Projection(
+        lambda x: x,
+        lambda rows, expert: rows @ formats.decode_int4(weights[expert], scales[expert]).t(),
+    )
+
+
+PROJECTIONS: dict[str, Callable[..., Projection]] = {
+    "bf16": bf16_projection,
+    "fp8": fp8_projection,
+    "nvfp4": nvfp4_projection,
+    "int8": int8_projection,
+    "int4": int4_projection,
+}
+
+
+def compute_experts(
     x: torch.Tensor,  # [T, H]
     topk_weights: torch.Tensor,  # [T, k]
     topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
     activation: str,
-    gate_up: Projection,  # [2 I, H]
-    down: Projection,  # [H, I]
+    number_format: str,
+    w13: list[torch.Tensor],
+    w2: list[torch.Tensor],
 ) -> torch.Tensor:
     """Returns the sum over a token's experts of `weight * down(act(gate(x)) * up(x))`, [T, H].
-    Experts of other ranks add nothing. `activation`: a key of `ACTIVATIONS`.
+    Experts of other ranks add nothing. `activation`: a key of `ACTIVATIONS`. `number_format`: a key
+    of `PROJECTIONS`. `w13` and `w2`: the tensors that its function takes, of matrices [2 I, H] and
+    [H, I].
 
     Intermediate results have the model's type, as on GPUs. The sum is in fp32, and the result has
     the type of `x`.
     """
+    make = PROJECTIONS[number_format]
+    gate_up, down = make(x.dtype, *w13), make(x.dtype, *w2)
     experts = topk_ids.flatten().long()
     order = experts.argsort(stable=True)
     tokens = order // topk_ids.shape[1]
@@ -70,34 +164,17 @@ def mix_experts(
     return total.index_add_(0, tokens[first:], torch.cat(products) * weights).to(x.dtype)
 
 
+direct_register_custom_op(
+    "vllm_dllm_experts", compute_experts, fake_impl=lambda x, *args: torch.empty_like(x)
+)
+
+
 MIN_ROWS = 32
 """Least rows of a canvas per expert, on average, for which `Bf16Experts` is faster. A product packs
 the weights first: with 8 rows vLLM's kernel is twice as fast."""
 MIN_WORK = 1 << 24
 """Least product of those rows and the weights of one of an expert's matrices. With less, calling
 PyTorch's operations takes longer than computing them."""
-
-
-def bf16_experts(
-    x: torch.Tensor,  # [T, H] bf16
-    topk_weights: torch.Tensor,  # [T, k] fp32
-    topk_ids: torch.Tensor,  # [T, k] int, -1 for an expert of another rank
-    activation: str,
-    w13: torch.Tensor,  # [E, 2 I, H] bf16
-    w2: torch.Tensor,  # [E, H, I] bf16
-) -> torch.Tensor:
-    """Returns `mix_experts` of unquantised experts, [T, H] bf16."""
-
-    def projection(weights: torch.Tensor) -> Projection:
-        return Projection(lambda x: x, lambda rows, e: F.linear(rows, weights[e]))
-
-    gate_up, down = projection(w13), projection(w2)
-    return mix_experts(x, topk_weights, topk_ids, activation, gate_up, down)
-
-
-direct_register_custom_op(
-    "vllm_dllm_bf16_experts", bf16_experts, fake_impl=lambda x, *args: torch.empty_like(x)
-)
 
 
 class Bf16Experts(StockExperts):
@@ -147,8 +224,8 @@ class Bf16Experts(StockExperts):
             topk_weights = torch.ones_like(topk_weights)
         own_ids = topk_ids if expert_map is None else expert_map[topk_ids]
         output.copy_(
-            torch.ops.vllm.vllm_dllm_bf16_experts(
-                hidden_states, topk_weights, own_ids, activation.value, w1, w2
+            torch.ops.vllm.vllm_dllm_experts(
+                hidden_states, topk_weights, own_ids, activation.value, "bf16", [w1], [w2]
             )
         )
 

@@ -14,15 +14,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dllm.compat import drafting
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
-from vllm_dllm.compat.rejection_sampler import score_named_tokens
 from vllm_dllm.compat.runner import attach_canvas_numbers, join_commits, refuse_vocabulary_adapters
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
+from vllm_dllm.compat.worker_logprobs import restrict_prompt_logprobs, score_named_tokens
 from vllm_dllm.config.workers import SPECULATORS
-from vllm_dllm.cpu import cache_size, compilation, cores, experts, forks
-from vllm_dllm.cpu.compat import adapters, communicator, kernels, ops
+from vllm_dllm.cpu import cache_size, compilation, cores, experts
+from vllm_dllm.cpu.compat import kernels, ops, platform_classes
 from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton, replace_rejection_sample
-from vllm_dllm.cpu.launch import replace_kernels
+from vllm_dllm.cpu.install import compute_on_chosen_cores
+from vllm_dllm.cpu.kernels import replace_kernels
 from vllm_dllm.cpu.verification import rejection_sample
 from vllm_dllm.parents import end_with_parent
 
@@ -34,7 +34,7 @@ class TritonFreeCPUWorker(CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
-        forks.compute_on_chosen_cores()
+        compute_on_chosen_cores()
         allow_v2_worker_without_triton()
         with cache_size.without_memory_check(vllm_config.cache_config):
             super().__init__(vllm_config, *args, **kwargs)
@@ -45,8 +45,8 @@ class TritonFreeCPUWorker(CPUWorker):
         replace_kernels()
         replace_rejection_sample(rejection_sample)
         kernels.prefer_expert_kernel(experts.Bf16Experts)
-        communicator.use_uneven_communicator()
-        adapters.use_batched_adapters()
+        platform_classes.use_uneven_communicator()
+        platform_classes.use_batched_adapters()
         drafting.set_speculator_classes(*SPECULATORS)
         super().init_device()
         compilation.reuse_compiled_models(self.vllm_config)  # the key has the number of threads

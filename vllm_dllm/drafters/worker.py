@@ -6,9 +6,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dllm.compat import drafting
-from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
-from vllm_dllm.compat.rejection_sampler import score_named_tokens
 from vllm_dllm.compat.runner import refuse_vocabulary_adapters
+from vllm_dllm.compat.worker_logprobs import restrict_prompt_logprobs, score_named_tokens
 from vllm_dllm.config.workers import SPECULATORS
 from vllm_dllm.quantization.complete_weights import weights_in_parts
 

@@ -21,12 +21,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from vllm_dllm.quantization import layer_names, modelopt
-from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, IN_VLLM
+from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.schemes import (
+    IN_CHECKPOINT,
+    IN_VLLM,
     Scheme,
+    add_vllm_names,
     check_other_method,
     describe_scheme,
+    list_linears,
     recognize_scheme,
 )
 
@@ -49,7 +52,7 @@ def adapt_quant_config(
     if config is None:
         return None
     if not isinstance(config, CompressedTensorsConfig):
-        first = IN_CHECKPOINT + next(layer_names.list_linears(text_config))
+        first = IN_CHECKPOINT + next(list_linears(text_config))
         has_zero_points = any(getattr(config, name, False) for name in ("zero_point", "has_zp"))
         check_other_method(
             first,
@@ -61,7 +64,7 @@ def adapt_quant_config(
             _warn_unchecked(config.get_name(), "all layers that it quantises")
         return config
     adapted = ServedCompressedTensors.copy_of(config)
-    layer_names.add_vllm_names(adapted, text_config)
+    add_vllm_names(adapted, text_config)
     adapted.check(text_config)
     return adapted
 
@@ -144,7 +147,7 @@ class ServedCompressedTensors(CpuReadyCompressedTensors):
         for scheme in {id(s): s for s in self.target_scheme_map.values()}.values():
             names = (
                 name
-                for name in layer_names.list_linears(text_config)
+                for name in list_linears(text_config)
                 if self.get_scheme_dict(LINEAR, IN_VLLM + name) is scheme
             )
             if (first := next(names, None)) is None:

@@ -16,8 +16,7 @@ from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, list_linears
-from vllm_dllm.quantization.schemes import GROUP_SIZE
+from vllm_dllm.quantization.schemes import GROUP_SIZE, IN_CHECKPOINT, Scheme, list_linears
 
 logger = init_logger(__name__)
 
@@ -25,27 +24,10 @@ METHODS = ("modelopt", "modelopt_fp4")
 """vLLM's names of the formats below."""
 READ = "read_from_modelopt"
 """Key in a configuration of compressed-tensors that was converted here."""
-
-
-def _quant_args(num_bits: int, strategy: str, **others: Any) -> dict[str, Any]:
-    """Returns the arguments of compressed-tensors' QuantizationArgs for floats."""
-    return {"num_bits": num_bits, "type": "float", "strategy": strategy, "symmetric": True} | others
-
-
-_NVFP4 = _quant_args(4, "tensor_group", group_size=GROUP_SIZE)
-_FP8 = {
-    "format": "float-quantized",
-    "weights": _quant_args(8, "channel", dynamic=False),
-    "input_activations": _quant_args(8, "token", dynamic=True),
-}
 SCHEMES = {
-    "NVFP4": {
-        "format": "nvfp4-pack-quantized",
-        "weights": _NVFP4 | {"dynamic": False},
-        "input_activations": _NVFP4 | {"dynamic": "local"},
-    },
-    "FP8": _FP8,
-    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
+    "NVFP4": Scheme.NVFP4,
+    "FP8": Scheme.FP8_DYNAMIC,
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme.FP8_DYNAMIC,
 }
 """ModelOpt's formats that are served -> compressed-tensors' schemes."""
 
@@ -75,7 +57,7 @@ def adapt_modelopt_config(model_config: ModelConfig) -> None:
         for name in (IN_CHECKPOINT + linear for linear in list_linears(hf_config.get_text_config()))
         if not any(_excludes(pattern, name) for pattern in excluded)
     ]
-    scheme = SCHEMES[algorithm]
+    scheme = SCHEMES[algorithm].for_all_linears().model_dump(mode="json")
     hf_config.quantization_config = {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",

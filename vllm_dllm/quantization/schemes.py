@@ -1,10 +1,29 @@
-"""Which schemes of compressed-tensors can be served, and errors for the others."""
+"""Which schemes of compressed-tensors can be served, errors for the others, and which layers have
+one.
 
+vLLM renames layers that a checkpoint's `quantization_config` writes in full, but matches patterns
+(`re:...`) against its own names, and it looks for the value projection that full-attention layers
+lack. So both are written in full here.
+"""
+
+import re
+from collections.abc import Iterator
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compressed_tensors import CompressionFormat
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    preset_name_to_scheme,
+)
+from transformers import PretrainedConfig
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
 
 GROUP_SIZE = 16
 """Values of a group in NVFP4."""
@@ -26,6 +45,16 @@ class Scheme(Enum):
     """4-bit integer weights in groups of 32, activations as they are."""
     OTHER = None
     """Any other: vLLM may have a GPU kernel for it."""
+
+    def for_all_linears(self) -> QuantizationScheme:
+        """Returns compressed-tensors' preset of this scheme, with the format of its tensors. There
+        is none of `OTHER`."""
+        preset = preset_name_to_scheme("W8A8" if self is Scheme.INT8 else self.name, ["Linear"])
+        if self is Scheme.W4A16:
+            assert preset.weights is not None
+            preset.weights.group_size = INT4_GROUP_SIZE
+        preset.format = CompressionFormat(self.value)
+        return preset
 
 
 def recognize_scheme(layer: str, scheme: dict[str, Any], on_cpu: bool) -> Scheme:
@@ -91,8 +120,8 @@ class _Format(NamedTuple):
     type: str
     num_bits: int
     strategy: str  # what has a scale of its own
-    group_size: int | None = None  # values of a group; None: they are not grouped
-    is_dynamic: bool = False  # whether scales are computed from each input
+    group_size: int | None  # values of a group; None: they are not grouped
+    is_dynamic: bool  # whether scales are computed from each input
 
     @classmethod
     def of(cls, args: QuantizationArgs | None) -> "_Format | None":
@@ -111,15 +140,10 @@ class _Format(NamedTuple):
         )
 
 
-_NVFP4 = _Format("float", 4, "tensor_group", GROUP_SIZE)
 _FORMATS = {
-    Scheme.FP8_DYNAMIC: (
-        _Format("float", 8, "channel"),
-        _Format("float", 8, "token", is_dynamic=True),
-    ),
-    Scheme.NVFP4: (_NVFP4, _NVFP4),
-    Scheme.INT8: (_Format("int", 8, "channel"), _Format("int", 8, "token", is_dynamic=True)),
-    Scheme.W4A16: (_Format("int", 4, "group", INT4_GROUP_SIZE), None),
+    kind: (_Format.of(preset.weights), _Format.of(preset.input_activations))
+    for kind in Scheme
+    if kind is not Scheme.OTHER and (preset := kind.for_all_linears())
 }
 """Formats of weights and inputs that are served."""
 
@@ -131,3 +155,56 @@ def _unsupported(layer: str, complaint: str) -> ValueError:
         f"and W4A16 in groups of {INT4_GROUP_SIZE} can be served: quantise the bf16 checkpoint "
         f"with `vllm-dllm quantize`, --scheme fp8-dynamic, nvfp4, int8 or w4a16."
     )
+
+
+IN_VLLM, IN_CHECKPOINT = "model.", "model.decoder."
+
+
+def list_linears(text_config: PretrainedConfig) -> Iterator[str]:
+    """Yields the names of the text model's linears that may be quantised, such as
+    `layers.0.mlp.up_proj`. Each expert's linears are named. Full-attention layers have no
+    `v_proj`."""
+    for i, layer_type in enumerate(text_config.layer_types):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            if name != "v_proj" or layer_type != "full_attention":
+                yield f"layers.{i}.self_attn.{name}"
+        for block in ("mlp", *(f"experts.{e}" for e in range(text_config.num_experts or 0))):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                yield f"layers.{i}.{block}.{name}"
+
+
+def add_vllm_names(config: "CompressedTensorsConfig", text_config: PretrainedConfig) -> None:
+    """Adds vLLM's names of layers to `ignore` and the targets of `config`, in place, where they
+    have the checkpoint's names or patterns."""
+    names = list(list_linears(text_config))
+    values = [
+        f"layers.{i}.self_attn."
+        for i, layer_type in enumerate(text_config.layer_types)
+        if layer_type == "full_attention"
+    ]
+    config.ignore = [*config.ignore, *_unmatched_names(config.ignore, names, values)]
+    schemes: dict[str, Any] = config.target_scheme_map
+    for target in list(schemes):
+        for name in _unmatched_names([target], names, values):
+            schemes.setdefault(name, schemes[target])
+
+
+def _unmatched_names(patterns: list[str], names: list[str], values: list[str]) -> Iterator[str]:
+    """Yields vLLM's names of layers that `patterns` mean but do not match. `names`: linears as in
+    `list_linears`. `values`: attention layers whose values are projected by `k_proj`, as
+    prefixes."""
+    compiled = [re.compile(p.removeprefix("re:")) for p in patterns if p.startswith("re:")]
+    in_full = set(patterns)
+
+    def matches(name: str) -> bool:
+        return name in in_full or any(p.match(name) for p in compiled)
+
+    for name in names:
+        if not matches(IN_VLLM + name) and matches(IN_CHECKPOINT + name):
+            yield IN_VLLM + name
+    for layer in values:
+        key, value = f"{layer}k_proj", f"{layer}v_proj"
+        if not matches(IN_VLLM + value) and (
+            matches(IN_VLLM + key) or matches(IN_CHECKPOINT + key)
+        ):
+            yield IN_VLLM + value

@@ -25,7 +25,7 @@ from vllm_dllm.config.masked import MaskedConfig, check_asked_blocks, check_veri
 from vllm_dllm.config.workers import GPU_WORKER
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.requests.options import server_defaults
-from vllm_dllm.serving_config import checks, cuda_graphs, num_requests
+from vllm_dllm.serving_config import checks, sizes
 from vllm_dllm.serving_config.experts import prefer_tuned_experts
 from vllm_dllm.serving_config.images import prepare_images
 
@@ -68,11 +68,11 @@ class DiffusionGemmaServingConfig(VerifyAndUpdateConfig):
         if vllm_config.model_config.supports_multimodal_inputs:
             prepare_images(vllm_config)
         if is_default := scheduler_config.max_num_seqs != max_num_seqs:
-            most = num_requests.default_max_num_seqs(vllm_config)
+            most = sizes.default_max_num_seqs(vllm_config)
             scheduler_config.max_num_seqs = min(max_num_seqs, most)
         if current_platform.is_cuda_alike():
-            captured = cuda_graphs.choose_capture_sizes(vllm_config)
-            cuda_graphs.log_capacity(vllm_config, captured)
+            captured = sizes.choose_capture_sizes(vllm_config)
+            sizes.log_capacity(vllm_config, captured)
         elif is_default:
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         # Read again by the worker. Read here, too, so that a mistake ends the start at once.
@@ -146,7 +146,7 @@ class MaskedServingConfig(VerifyAndUpdateConfig):
         set_scheduler_and_worker(vllm_config)
         checks.check_token_budget(vllm_config)
         if scheduler_config.max_num_seqs >= SchedulerConfig.DEFAULT_MAX_NUM_SEQS:  # not the user's
-            most = num_requests.most_with_logits(vllm_config)
+            most = sizes.most_with_logits(vllm_config)
             scheduler_config.max_num_seqs = min(scheduler_config.max_num_seqs, most)
             logger.info("Serving at most %d requests at once.", scheduler_config.max_num_seqs)
         for name in ("commit_last_block", "load_stages"):

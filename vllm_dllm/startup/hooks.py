@@ -18,8 +18,11 @@ from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import installation, last_line
-from vllm_dllm.startup.chat_template import check_chat_template
-from vllm_dllm.startup.model_folder import check_downloaded_model, check_engine_arguments
+from vllm_dllm.startup.model_folder import (
+    check_chat_template,
+    check_downloaded_model,
+    check_engine_arguments,
+)
 
 logger = init_logger(__name__)
 

@@ -35,10 +35,10 @@ def check() -> None:
     wrong warnings, gives the distribution `vllm` a version, and hides packages that cannot be
     imported."""
     if sys.argv[1:2] == ["serve"]:
-        from vllm_dllm.startup import last_line, options
+        from vllm_dllm.startup import last_line
 
         last_line.install()
-        options.install()
+        last_line.check_option_values()
     # Else Python's resource tracker, which is not started yet, would warn after the last line of a
     # failed start, when it removes shared memory.
     given = os.environ.get("PYTHONWARNINGS", "")

@@ -7,10 +7,16 @@ vLLM's engine runs in child processes. A child that cannot start logs its except
 that the user started ends with "Engine core initialization failed. See root cause above". Here the
 child also writes the exception's message to a file, whose name it inherits, and the parent prints
 it last.
+
+For a value that an option of `vllm serve` does not take, vLLM's own line shows a function's address
+or ends with the address of a page, or it comes after the engine has started and does not name the
+option.
 """
 
+import argparse
 import atexit
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -18,16 +24,19 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_dllm.compat import log_lines
 from vllm_dllm.config.checks import describe_unknown_name
 from vllm_dllm.parents import has_parent
-from vllm_dllm.startup import hub
 
 FILE = "DLLM_FIRST_ERROR_FILE"
 """Environment variable with the path of the file that a child writes its first error to."""
@@ -140,7 +149,27 @@ def last_line(error: BaseException) -> str | None:
         return one_line(error)
     if str(error).startswith(log_lines.ENGINE_FAILED):
         return take_first_error()
-    return hub.describe_error(error)
+    return describe_hub_error(error)
+
+
+def describe_hub_error(error: BaseException) -> str | None:
+    """Returns what to say of an error of the hub's library that means that a model is neither in
+    the cache, at least not all of it, nor can be downloaded. Returns None for other errors."""
+    if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError):
+        return (
+            f"{constants.HF_HUB_CACHE} does not have the model, or not all of it, and "
+            f"HF_HUB_OFFLINE is set. Name the folder of a checkpoint, or unset it and connect this "
+            f"machine to the network."
+        )
+    # An error of the HTTP client, whose package has other names in other versions.
+    request, answer = getattr(error, "_request", None), getattr(error, "response", None)
+    if request is not None and answer is None and str(request.url).startswith(constants.ENDPOINT):
+        return (
+            f"The model hub at {constants.ENDPOINT} does not answer. Name the folder of a "
+            f"checkpoint, connect this machine to the network or, if the model was downloaded "
+            f"before, set HF_HUB_OFFLINE=1."
+        )
+    return None
 
 
 def _describe_unforeseen(error: BaseException) -> str:
@@ -199,3 +228,53 @@ def _describe_mistake(title: str, mistake: ErrorDetails) -> str:
         return f"{came}: {message}, got {mistake['input']!r}"
     known = getattr(importlib.import_module("vllm.config"), title).__dataclass_fields__
     return describe_unknown_name(names[-1], known, shown=came)
+
+
+EXAMPLES = {
+    "--additional-config": '{"vllm_dllm": {"commit_last_block": true}}',
+    "--diffusion-config": '{"canvas_length": 64}',
+    "--speculative-config": '{"method": "dflash", "model": "FOLDER", "num_speculative_tokens": 15}',
+    "--override-generation-config": '{"t_min": 0.4}',
+    "--hf-overrides": '{"block_size": 32}',
+}
+"""Options that take a JSON object and that diffusion models are served with -> examples."""
+
+_INTEGER = "an integer > 0, or one with k, m, g or t (powers of 1000) or K, M, G or T (of 1024)"
+_FILE = (lambda path: os.access(path, os.R_OK), "a file that can be read")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    option: (lambda value: isinstance(value, dict), f"a JSON object such as '{example}'")
+    for option, example in EXAMPLES.items()
+} | {
+    "--kv-cache-memory-bytes": (lambda value: value is None or value > 0, _INTEGER),
+    "--uds": (lambda path: Path(path).parent.is_dir(), "a path in a folder that is there"),
+    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _FILE),
+}
+"""Option -> what must be true of its value, and the text that completes "must be"."""
+
+_stock_get_value = argparse.ArgumentParser._get_value
+
+
+def check_option_values() -> None:
+    """Has all command lines that this process reads checked. Repeatable."""
+    argparse.ArgumentParser._get_value = _get_value  # type: ignore[method-assign, assignment]
+
+
+def _get_value(parser: argparse.ArgumentParser, action: argparse.Action, text: str) -> Any:
+    """Returns what `text` on the command line is for the option of `action`. Raises SystemExit with
+    one line if it is none of its values."""
+    option = max(action.option_strings, key=len, default="")
+    is_right, expected = _RULES.get(option, (lambda value: True, "valid JSON in quotes"))
+    reason = ""
+    try:
+        value = _stock_get_value(parser, action, text)
+        if is_right(value):
+            return value
+    except argparse.ArgumentError as error:
+        cause = error.__context__ and error.__context__.__cause__
+        if isinstance(cause, (json.JSONDecodeError, ValidationError)):
+            reason = f": {one_line(cause)}"
+        elif "human_readable_int" in str(error):
+            expected = _INTEGER
+        else:
+            raise
+    raise SystemExit(f"Error: {option} must be {expected}, got {text!r}{reason}.")

@@ -1,17 +1,27 @@
-"""Refuses a model that cannot be served for what its folder has or lacks, in one line.
+"""Refuses a model that cannot be served for what its folder has or lacks, in one line; also for a
+chat template that never ends, which would hold up a server at its first chat.
 
 vLLM takes any name of two words for a model of the hub, asks the hub five times, and does not
-mention folders. It advises a newer transformers for a model that it does not know, and
+mention folders. It asks a hub that does not answer for minutes, also for a model that was
+downloaded before. It advises a newer transformers for a model that it does not know, and
 sentencepiece where a tokenizer is missing.
 """
 
-from collections.abc import Mapping
+import contextlib
+import signal
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import transformers
 from huggingface_hub import constants
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.utils.chat_template_utils import render_jinja_template
 from vllm import ModelRegistry, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -20,7 +30,6 @@ from vllm.transformers_utils.repo_utils import try_get_local_file
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA, FAMILIES
 from vllm_dllm.drafters.layout import read_layout
 from vllm_dllm.quantization.weight_files import read_json
-from vllm_dllm.startup import hub
 
 logger = init_logger(__name__)
 
@@ -139,7 +148,7 @@ def _check_is_found(name: str, kind: str) -> None:
     if not is_path and _is_left_to_vllm(name):
         return
     beside = _describe_checkpoints(path)
-    answer = "" if is_path else f", and {hub.why_not()}"
+    answer = "" if is_path else f", and {_why_no_hub()}"
     network = "" if is_path else ", or connect this machine to the network"
     option = " with --tokenizer" if kind == "tokenizer" else ""
     raise ValueError(
@@ -151,7 +160,7 @@ def _check_is_found(name: str, kind: str) -> None:
 def _is_left_to_vllm(name: str) -> bool:
     """Whether vLLM may find the model `name`: in the hub's cache, which may have a part of it, or
     on the hub. Warns of a model in the cache whose hub does not answer: vLLM asks for minutes."""
-    is_cached, answers = hub.is_cached(name), hub.answers()
+    is_cached, answers = _is_in_cache(name), _hub_answers()
     if is_cached and not answers and not constants.HF_HUB_OFFLINE:
         logger.warning(
             "The model hub at %s does not answer. HF_HUB_OFFLINE=1 serves '%s' from %s without it.",
@@ -169,3 +178,91 @@ def _describe_checkpoints(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no '{path.parent}' either"
     return f"'{path.parent}' has no checkpoints"
+
+
+_CONNECT_SECONDS = 3.0
+
+
+def _is_in_cache(name: str) -> bool:
+    """Whether the hub's cache has the model `name`, or a part of it."""
+    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def _hub_answers() -> bool:
+    """Whether the hub may be asked, and its host takes connections in `_CONNECT_SECONDS` or there
+    is a proxy."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    address = urlsplit(constants.ENDPOINT)
+    if urllib.request.getproxies().keys() & {address.scheme, "all"}:
+        return True
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _why_no_hub() -> str:
+    """Returns why the hub has no model, as a part of a sentence."""
+    if constants.HF_HUB_OFFLINE:
+        return f"{constants.HF_HUB_CACHE} does not have it, and HF_HUB_OFFLINE is set"
+    return f"the model hub at {constants.ENDPOINT} does not answer"
+
+
+LIMIT_S = 20.0
+"""Seconds that a template may run. It takes milliseconds, but a machine may be busy."""
+
+
+class _TookTooLong(BaseException):
+    """Raised in a slow template. It is no Exception, so that no template engine catches it."""
+
+
+def check_chat_template(folder: Path, limit_s: float = LIMIT_S) -> None:
+    """Runs the chat templates in a checkpoint's folder once. Does nothing outside the main thread.
+    Other errors of a template are not raised here: clients who send chats get them.
+
+    Raises:
+        ValueError: a template runs for longer than `limit_s` seconds.
+    """
+    # Python handles signals only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for source, template in _read_templates(folder):
+        try:
+            with _time_limit(limit_s), contextlib.suppress(Exception):
+                chat = [{"role": "user", "content": "Hi"}]
+                render_jinja_template([chat], chat_template=template, add_generation_prompt=True)
+        except _TookTooLong:
+            raise ValueError(
+                f"The chat template in {source} must end, got one that was not done with 'Hi' "
+                f"after {limit_s:g} s. Correct its loops, or remove it and name another with "
+                f"--chat-template."
+            ) from None
+
+
+def _read_templates(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yields each readable file in `folder` with a chat template, and the template."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        yield folder / "chat_template.jinja", (folder / "chat_template.jinja").read_text()
+    config = read_json(folder / "tokenizer_config.json")
+    if isinstance(config.get("chat_template"), str):
+        yield folder / "tokenizer_config.json", config["chat_template"]
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises _TookTooLong in the context once it has run for `seconds`. Replaces the handler of
+    SIGALRM meanwhile, so it must be entered in the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -2,7 +2,8 @@
 
     python -m checkpoints.recipes.drafter.evaluate TARGET DRAFTER checkpoints/held_out.jsonl
 
-Greedy speculative decoding worked out offline (`offline.py`), in float32. The last line is JSON.
+Greedy speculative decoding worked out offline (`measurements.py`), in float32. The last line is
+JSON.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_dllm.tools.drafter.offline import Replayed, mean_length, replay
+from vllm_dllm.tools.drafter.measurements import Replayed, mean_length, replay
 from vllm_dllm.tools.drafter.reference import load_drafter, load_target
 from vllm_dllm.tools.drafter.sequences import complete, read_prompts, room_for_prompts
 

@@ -21,7 +21,7 @@ from tests.unit.attention.test_gpu_backend import StandIn
 from vllm_dllm import serving_config
 from vllm_dllm.attention import measure as measuring
 from vllm_dllm.attention.ahead import Compiler
-from vllm_dllm.attention.choice import Choice, LayerKind, Times, Timing
+from vllm_dllm.attention.choice import Choice, LayerKind, Times
 from vllm_dllm.attention.flash_attention import FlashAttention
 from vllm_dllm.attention.gpu import GpuCanvasBackend, choose_versions
 from vllm_dllm.measured import folder
@@ -74,8 +74,8 @@ def test_other_layers_and_chips_are_unknown(layer: LayerKind) -> None:
 
 
 def times(*cells: tuple[int, int, float, float]) -> Times:
-    measured = (Timing(rows, context, {"triton": t, "fa4": f}) for rows, context, t, f in cells)
-    return Times("a GPU", {(256, True): (16, tuple(measured))})
+    measured = [dict(rows=r, context=c, triton=t, fa4=f) for r, c, t, f in cells]
+    return Times("a GPU", [{"head_size": 256, "has_window": True, "num_heads": 16, "ms": measured}])
 
 
 TABLES: dict[str, tuple[list[tuple[int, int, float, float]], tuple[tuple[int, str], ...]]] = {
@@ -102,13 +102,11 @@ def test_times_decide(table: str) -> None:
 def test_what_a_server_measures_is_read_the_same_way() -> None:
     layer: dict[str, Any] = {"head_size": 512, "has_window": False, "num_heads": 16}
     layer["ms"] = [{"rows": 256, "context": 0, "triton": 1.0, "fa4": 2.0}]
-    own = Times.from_json({"gpu": "another", "layers": [layer]})
+    own = Times("another", [layer])
     assert own.gpu == "another" and own.choose(FULL, LONG) == Choice(((0, "triton"),))
     assert own.choose(SLIDING, LONG) is None
     layer["ms"] = [{"rows": 256, "context": 0, "fa4": 2.0}, {"rows": 512, "context": 0, "fa4": 2.0}]
-    assert Times.from_json({"gpu": "x", "layers": [layer]}).choose(FULL, LONG) == Choice(
-        ((0, "fa4"),)
-    )
+    assert Times("x", [layer]).choose(FULL, LONG) == Choice(((0, "fa4"),))
 
 
 HQ, HKV, D, PAGE, SMALL_CANVAS = 4, 2, 32, 16, 8
@@ -164,7 +162,7 @@ def test_times_of_each_kind_by_rows_and_context(stand_in: StandIn) -> None:
     ]
     assert measured == [{"head_size": D, "num_heads": HQ, "has_window": False, "ms": cells}]
     kind = layers[1].impl.kind
-    choice = Times.from_json({"gpu": "this", "layers": measured}).choose(kind, 80)
+    choice = Times("this", measured).choose(kind, 80)
     assert choice == Choice(((0, "fa4"), (12, "triton")))
     assert measuring.describe_gains(measured) == [
         f"FlashAttention-4 at head size {D} 0.83 to 2.50 times as fast as Triton"
@@ -178,7 +176,7 @@ def test_a_wrong_version_gets_no_time(stand_in: StandIn) -> None:
     (measured,) = measure([one], stand_in)
     assert all("fa4" not in cell for cell in measured["ms"])
     assert measuring.describe_gains([measured]) == []
-    choice = Times.from_json({"gpu": "this", "layers": [measured]}).choose(one.impl.kind, 80)
+    choice = Times("this", [measured]).choose(one.impl.kind, 80)
     assert choice == TRITON
 
 

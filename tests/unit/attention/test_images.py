@@ -14,7 +14,7 @@ from attention_kernels.masks import visible
 from attention_kernels.testing import PagedBatch, Request
 from tests.unit.attention.metadata import common_metadata
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.cpu.attention.cuts import split_at_images
+from vllm_dllm.cpu.attention.backend import split_at_images
 
 W = 16
 PROMPTS = {  # length, images

@@ -20,7 +20,7 @@ from checkpoints.recipes.tokenizer import build_tokenizer
 from tests.paths import CHECKPOINTS
 from tests.unit.tools.quantize.quantized_files import files
 from vllm_dllm.checkpoints import SHIPPED_CHECKPOINT
-from vllm_dllm.tools.evaluate.provenance import sha256_sums
+from vllm_dllm.tools.evaluate.report import sha256_sums
 from vllm_dllm.tools.quantize.quantize import quantize
 
 pytestmark = pytest.mark.numerics

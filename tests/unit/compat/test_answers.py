@@ -23,7 +23,7 @@ from vllm_dllm.compat.logprobs import (
     pack_step_into_ranks,
     return_revealed_steps,
 )
-from vllm_dllm.compat.prompt_logprobs import restrict_prompt_logprobs
+from vllm_dllm.compat.worker_logprobs import restrict_prompt_logprobs
 
 TOKENS = np.array([[3, 7], [5, 5]])
 SCORES = np.array([[-1.5, -0.5], [-0.25, -0.25]], dtype=np.float32)

@@ -1,23 +1,30 @@
-"""What this project replaces in vLLM is what `compat/patches.py` says: no name more, none less."""
+"""What this project replaces in vLLM is what `patching.PATCHES` says: no name more, none less."""
 
 import ast
 import inspect
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import vllm
 
-from scripts import upstream_table
-from scripts.vllm_seams import concerns_version
+from scripts.seams import OF_SOME_VERSIONS, REPLACED
+from scripts.vllm_seams import replaced_names
 from tests.paths import ROOT
 from tests.processes import output_of
-from vllm_dllm.compat.patches import CPU, MOST, PATCHES
-from vllm_dllm.compat.patching import get_stock
+from vllm_dllm.compat.patching import CPU, ENGINE, EVERYWHERE, PATCHES, SERVER, WORKER, get_stock
 
 PACKAGE = ROOT / "vllm_dllm"
+MOST = 43
+"""Names that may be replaced. One more has to take the place of another."""
+ROOMS = {
+    "In every process": EVERYWHERE,
+    "In API servers": SERVER,
+    "In engines": ENGINE,
+    "In workers": WORKER,
+    "On CPUs": CPU,
+}
 
 ONLY_DURING_A_CALL = {
     "v1.engine.utils:get_mp_context",
@@ -87,24 +94,24 @@ before = names()
 of_the_installation = set(sys.modules)  # which is one of vLLM's build for CPUs
 
 from vllm_dllm import plugin
-from vllm_dllm.compat import drafting, prompt_logprobs, scheduler
+from vllm_dllm.compat import drafting, scheduler, worker_logprobs
 
 plugin.register()
 scheduler.ask_for_draft_tokens_only_if_needed()
-prompt_logprobs.limit_prompt_logprob_rows(7)
+worker_logprobs.limit_prompt_logprob_rows(7)
 if on_cpu:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm_dllm.config.workers import CPU_WORKER
-    from vllm_dllm.cpu import cores, fork_server, forks, install
+    from vllm_dllm.cpu import cores, fork_server, install
     from vllm_dllm.cpu.compat.runner import allow_v2_worker_without_triton
     from vllm_dllm.cpu.quantization import layers
     from vllm_dllm.cpu.worker import TritonFreeCPUWorker
 
-    install.available_cpu_count = lambda: 2
+    install.cpu_cores.available_cpu_count = lambda: 2
     multiprocessing.parent_process = lambda: True
     install.install()
     fork_server.is_forked = lambda: True
-    forks.install()
+    install.fork_processes()
     stock, CPUWorker.init_device = CPUWorker.init_device, lambda self: None
     worker = TritonFreeCPUWorker.__new__(TritonFreeCPUWorker)
     worker.vllm_config = SimpleNamespace(additional_config=None)
@@ -160,22 +167,38 @@ REGISTERED = {
 def test_what_is_replaced_is_in_the_table(platform: str) -> None:
     printed = output_of("-c", IN_A_FRESH_PROCESS, platform, cwd=ROOT)
     found = json.loads(printed.splitlines()[-1])
-    expected = {patch.target for patch in PATCHES if concerns_version(patch, vllm.__version__)}
-    expected -= ONLY_DURING_A_CALL
+    expected = set(replaced_names(vllm.__version__)) - ONLY_DURING_A_CALL
     if platform == "gpu":
-        expected -= {patch.target for patch in CPU}
+        expected -= set(CPU)
         assert found["cpu"] == [], "a GPU's processes import nothing of a CPU's"
     assert set(found["changed"]) - REGISTERED == expected
 
 
 def test_the_table_is_short() -> None:
-    assert max(Counter(patch.target for patch in PATCHES).values()) == 1
-    assert len(PATCHES) <= MOST
+    assert len(PATCHES) == len(set(PATCHES)) <= MOST
+    assert {*REPLACED, *OF_SOME_VERSIONS} <= set(PATCHES)
 
 
-def test_the_docs_show_it() -> None:
-    page = upstream_table.PAGE.read_text()
-    assert page == upstream_table.replace_table(page), "run scripts/upstream_table.py"
+def test_the_docs_show_each_name_with_why_and_what_would_end_it() -> None:
+    _, _, rest = (
+        (ROOT / "docs" / "upstream" / "README.md").read_text().partition("<!-- patches -->")
+    )
+    number, _, *lines = rest.partition("<!-- end of patches -->")[0].strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    assert number == f"{len(PATCHES)} names:"
+    assert [row[0] for row in rows] == [
+        cell for room, targets in ROOMS.items() for cell in (f"**{room}**", *map(describe, targets))
+    ]
+    assert all(len(row) == 3 and all(row) for row in rows if not row[0].startswith("**"))
+
+
+def describe(target: str) -> str:
+    """How the docs show a name."""
+    module, _, name = target.partition(":")
+    entry = "an entry of " if name.endswith("[]") else ""
+    since, until = OF_SOME_VERSIONS.get(target, ("0", None))
+    versions = f" (from {since})" if since != "0" else f" (before {until})" if until else ""
+    return f"{entry}`{name.removesuffix('[]')}` in `{module}`{versions}"
 
 
 def test_every_name_is_replaced_through_the_table() -> None:

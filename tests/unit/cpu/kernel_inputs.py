@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_dllm.compat.version import is_at_least
-from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
+from vllm_dllm.cpu.kernels import CpuKernel, replace_kernels
 
 RUNNER = "vllm.v1.worker.gpu"
 MAX_REQS = 9

@@ -61,7 +61,7 @@ def each_by_itself(
 @pytest.mark.parametrize("activation", experts.ACTIVATIONS)
 def test_equals_each_token_by_itself(activation: str, rows: int) -> None:
     x, weights, ids, w13, w2 = drawn(rows)
-    found = experts.bf16_experts(x, weights, ids.int(), activation, w13, w2)
+    found = experts.compute_experts(x, weights, ids.int(), activation, "bf16", [w13], [w2])
     doubles = x.double(), weights.double(), ids, activation, w13.double(), w2.double()
     allowed = 2 * tolerances.product(H) + tolerances.product(INTERMEDIATE) + tolerances.SHORT
     size = CHOICES * w2.abs().sum(-1).max().item()  # of the terms that may cancel
@@ -85,7 +85,7 @@ def test_16_bits_where_nothing_is_rounded() -> None:
     w2[:, :, :2] = torch.randint(-1, 2, (EXPERTS, H, 2), generator=generator)
     ids = torch.rand(40, EXPERTS, generator=generator).topk(CHOICES).indices
     weights = torch.tensor([[1.0, 0.5]]).expand(40, 2)
-    found = experts.bf16_experts(x, weights, ids, "gelu_tanh", w13, w2)
+    found = experts.compute_experts(x, weights, ids, "gelu_tanh", "bf16", [w13], [w2])
     assert found.dtype == torch.bfloat16
     exact = each_by_itself(x.float(), weights, ids, "gelu_tanh", w13.float(), w2.float())
     assert torch.equal(found.float(), exact.round(decimals=2)) and exact.any()

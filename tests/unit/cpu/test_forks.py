@@ -17,7 +17,7 @@ from vllm.v1.executor import multiproc_executor
 from tests.patched import patched
 from tests.processes import is_running, run, wait_for
 from vllm_dllm.config.workers import CPU_WORKER
-from vllm_dllm.cpu import fork_server, forks
+from vllm_dllm.cpu import fork_server, install
 from vllm_dllm.cpu.compat import cores as cpu_cores
 from vllm_dllm.cpu.compat import engine_processes
 from vllm_dllm.cpu.fork_server import changed_variables
@@ -227,9 +227,9 @@ def config(worker_cls: str = CPU_WORKER, numa_bind: bool = False) -> Any:
 
 def test_engines_of_our_workers_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "find_fork_obstacle", lambda: None)
-    assert forks._fork_context(config()) is fork_server.ForkContext
-    assert forks._fork_context(config("vllm.v1.worker.cpu_worker.CPUWorker")) is None
-    assert forks._fork_context(config(numa_bind=True)) is None
+    assert install._fork_context(config()) is fork_server.ForkContext
+    assert install._fork_context(config("vllm.v1.worker.cpu_worker.CPUWorker")) is None
+    assert install._fork_context(config(numa_bind=True)) is None
 
 
 def test_what_stands_in_the_way_is_said(
@@ -237,7 +237,7 @@ def test_what_stands_in_the_way_is_said(
 ) -> None:
     monkeypatch.setattr(fork_server, "find_fork_obstacle", lambda: "OMP_NUM_THREADS changed")
     with caplog.at_level(logging.INFO, "vllm_dllm"):
-        assert forks._fork_context(config()) is None
+        assert install._fork_context(config()) is None
     assert "because OMP_NUM_THREADS changed" in caplog.text
 
 
@@ -247,7 +247,7 @@ def test_workers_fork_on_few_cores(
 ) -> None:
     monkeypatch.setattr(fork_server, "is_forked", lambda: True)
     monkeypatch.setattr(cpu_cores, "available_cpu_count", lambda: num_cores)
-    forks.install()
+    install.fork_processes()
     assert (multiproc_executor.get_mp_context is fork_server.ForkContext) == fork
 
 
@@ -275,11 +275,11 @@ def test_a_forked_worker_computes_on_them(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(engine_processes, "worker_cores", lambda: [0, 1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(cores))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(forks.cores, "set_num_threads", found.append)
-    forks.compute_on_chosen_cores()
+    monkeypatch.setattr(install.cores, "set_num_threads", found.append)
+    install.compute_on_chosen_cores()
     assert found == []  # this process was not forked
     monkeypatch.setattr(fork_server, "is_forked", lambda: True)
-    forks.compute_on_chosen_cores()
+    install.compute_on_chosen_cores()
     assert found == [[0, 1], 2]
 
 
@@ -289,5 +289,5 @@ def test_cores_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ([4000], [*there, 4000]):
         monkeypatch.setattr(engine_processes, "worker_cores", lambda wrong=wrong: wrong)
         with pytest.raises(ValueError, match="VLLM_CPU_OMP_THREADS_BIND must name cores") as error:
-            forks.compute_on_chosen_cores()
+            install.compute_on_chosen_cores()
         assert f"among {there}, got {wrong}." in str(error.value)

@@ -13,7 +13,7 @@ from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin
 from vllm_dllm.config.workers import SHORT_SPINS
 from vllm_dllm.cpu import install
-from vllm_dllm.cpu.compat import runner, triton_placeholder
+from vllm_dllm.cpu.compat import runner
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OURS = "vllm_dllm.cpu.worker.TritonFreeCPUWorker"
@@ -27,7 +27,7 @@ def no_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_whose_vllm_has_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_placeholder, "has_triton", lambda: True)
+    monkeypatch.setattr(runner, "has_triton", lambda: True)
     monkeypatch.setattr(runner, "allow_v2_runner_without_triton", None)
     install.install()
 

@@ -25,9 +25,8 @@ from tests.unit.cpu.kernel_inputs import (
     stale,
     tokens,
 )
-from vllm_dllm.cpu.kernels import NATIVE_KERNELS
+from vllm_dllm.cpu.kernels import NATIVE_KERNELS, CpuKernel, replace_kernels
 from vllm_dllm.cpu.kernels.sampling import prompt_logprobs_token_ids
-from vllm_dllm.cpu.launch import CpuKernel, replace_kernels
 
 pytestmark = pytest.mark.numerics
 
@@ -352,7 +351,7 @@ def test_native_kernel_agrees_with_triton(case: str, seed: int) -> None:
     kernel = kernel_of(kernel_name)
     ours, theirs = (draw(np.random.default_rng(seed)) for _ in range(2))
     assert kernel.native is not None
-    kernel.native(ours.grid, *ours.args, **ours.options)
+    kernel[ours.grid](*ours.args, **ours.options)
     kernel.interpret(theirs.grid, *theirs.args, **theirs.options)
     results = zip(ours.args + ours.memory, theirs.args + theirs.memory, strict=True)
     for index, (mine, triton_s) in enumerate(results):
@@ -368,7 +367,7 @@ def test_the_token_behind_the_last_slot_is_one_of_the_vocabulary() -> None:
     targets = torch.full((8,), 1 << 40)
     tokens = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)
     prompt_logprobs_token_ids(
-        (1,), targets, int32([0, 8]), torch.tensor([3]), int32([0, 0, 0, 24]), tokens, 32
+        targets, int32([0, 8]), torch.tensor([3]), int32([0, 0, 0, 24]), tokens, 32
     )
     assert targets.tolist() == [*range(3 * 32 + 25, 4 * 32), 0]
 

@@ -20,13 +20,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from tests import tolerances
 from tests.patched import patched
 from tests.unit.cpu.kernel_inputs import kernel_of
-from vllm_dllm.cpu import norm
-from vllm_dllm.cpu.compat import communicator
-from vllm_dllm.cpu.compat.adapters import BatchedAdapters, use_batched_adapters
+from vllm_dllm.cpu import compilation
+from vllm_dllm.cpu.compat import platform_classes
+from vllm_dllm.cpu.compat.platform_classes import BatchedAdapters, use_batched_adapters
 from vllm_dllm.cpu.verification import rejection_sample
 
 current_platform.import_kernels()
-norm.register_cpp_norm()
+compilation.register_cpp_norm()
 
 LAYOUTS = {
     "rows": torch.randn(64, 128),
@@ -43,7 +43,7 @@ def test_equals_the_definition(name: str, weighted: bool) -> None:
     x = LAYOUTS[name]
     weight = torch.rand(x.shape[-1]) if weighted else None
     implementations = ir.ops.rms_norm.impls
-    ours = implementations[norm.NORM_PROVIDER]
+    ours = implementations[compilation.NORM_PROVIDER]
     assert ours.supports_args(x, weight, 1e-6)
     expected = implementations["native"].impl_fn(x, weight, 1e-6)
     allowed = tolerances.within(2 * tolerances.norm(x.shape[-1]))  # of either of the two
@@ -53,7 +53,7 @@ def test_equals_the_definition(name: str, weighted: bool) -> None:
 @pytest.mark.numerics
 def test_16_bit_types_are_left_to_the_definition() -> None:
     x = LAYOUTS["rows"].bfloat16()
-    assert not ir.ops.rms_norm.impls[norm.NORM_PROVIDER].supports_args(x, None, 1e-6)
+    assert not ir.ops.rms_norm.impls[compilation.NORM_PROVIDER].supports_args(x, None, 1e-6)
 
 
 RANK, K, SLICES = 4, 24, (6, 10)
@@ -145,7 +145,7 @@ def rows_of(rank: int, size: int) -> torch.Tensor:
 
 def ranks(rank: int, size: int = len(SIZES)) -> Any:
     """The communicator of one of them."""
-    found = communicator.UnevenCpuCommunicator.__new__(communicator.UnevenCpuCommunicator)
+    found = platform_classes.UnevenCpuCommunicator.__new__(platform_classes.UnevenCpuCommunicator)
     found.world_size, found.rank_in_group, found.device_group = size, rank, None
     return found
 
@@ -180,9 +180,9 @@ def test_uneven_rows(tmp_path: Path) -> None:
 
 def test_the_platform_names_it() -> None:
     with patched("platforms.cpu:CpuPlatform.get_device_communicator_cls"):
-        communicator.use_uneven_communicator()
+        platform_classes.use_uneven_communicator()
         path = CpuPlatform.get_device_communicator_cls()
-        assert resolve_obj_by_qualname(path) is communicator.UnevenCpuCommunicator
+        assert resolve_obj_by_qualname(path) is platform_classes.UnevenCpuCommunicator
 
 
 def test_nothing_is_gathered() -> None:

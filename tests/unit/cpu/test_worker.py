@@ -246,7 +246,7 @@ def started(monkeypatch: pytest.MonkeyPatch, **cache: Any) -> TritonFreeCPUWorke
 
     for name in ("end_with_parent", "allow_v2_worker_without_triton"):
         monkeypatch.setattr(worker, name, lambda: None)
-    monkeypatch.setattr(worker.forks, "compute_on_chosen_cores", lambda: None)
+    monkeypatch.setattr(worker, "compute_on_chosen_cores", lambda: None)
     monkeypatch.setattr(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, raising=False)
     monkeypatch.setattr(cpu_worker.Worker, "__init__", init)
     monkeypatch.setattr(TritonFreeCPUWorker, "get_kv_cache_spec", lambda worker: LAYERS)

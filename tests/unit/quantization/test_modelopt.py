@@ -23,7 +23,7 @@ from vllm_dllm import plugin
 from vllm_dllm.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 from vllm_dllm.quantization import modelopt
 from vllm_dllm.quantization.complete_weights import CompleteWeights
-from vllm_dllm.quantization.layer_names import IN_CHECKPOINT, list_linears
+from vllm_dllm.quantization.schemes import IN_CHECKPOINT, list_linears
 from vllm_dllm.tools.plan.capacity import read_shape
 
 NVFP4 = CHECKPOINTS / "diffusiongemma-tiny-NVFP4"

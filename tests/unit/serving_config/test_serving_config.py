@@ -21,7 +21,7 @@ from vllm_dllm.config.step_sizes import capture_sizes
 from vllm_dllm.config.workers import CPU_WORKER, GPU_WORKER
 from vllm_dllm.scheduling import scheduler
 from vllm_dllm.scheduling.spared_forwards import joins_commits
-from vllm_dllm.serving_config import cuda_graphs, num_requests
+from vllm_dllm.serving_config import sizes
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "asynchronous"])
@@ -190,8 +190,8 @@ def on_h100(
 ) -> Callable[..., Any]:
     """The 26B model's settings as vLLM leaves them on an H100, adjusted; and the log's lines."""
     platform = SimpleNamespace(is_cuda_alike=lambda: True)
-    monkeypatch.setattr(num_requests, "current_platform", platform)
-    log = logged(cuda_graphs, "info")
+    monkeypatch.setattr(sizes, "current_platform", platform)
+    log = logged(sizes, "info")
 
     def choose(max_num_seqs: int | None = None, **options: Any) -> tuple[Any, str]:
         text = SimpleNamespace(hidden_size=2816, vocab_size=262_144)
@@ -215,9 +215,9 @@ def on_h100(
             compilation_config=SimpleNamespace(**graphs | options),
         )
         if max_num_seqs is None:
-            most = num_requests.default_max_num_seqs(config)
+            most = sizes.default_max_num_seqs(config)
             config.scheduler_config.max_num_seqs = most
-        cuda_graphs.log_capacity(config, cuda_graphs.choose_capture_sizes(config))
+        sizes.log_capacity(config, sizes.choose_capture_sizes(config))
         return config, log[-1]
 
     return choose

@@ -26,8 +26,8 @@ from vllm_dllm.compat.log_lines import (
 )
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
-from vllm_dllm.startup import hooks, options
-from vllm_dllm.startup.chat_template import check_chat_template
+from vllm_dllm.startup import hooks, last_line
+from vllm_dllm.startup.model_folder import check_chat_template
 
 SETTINGS = {"vllm_dllm": {"drafter": {"width_policy": "acceptance"}}}
 
@@ -193,8 +193,8 @@ def parser() -> FlexibleArgumentParser:
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = argparse.ArgumentParser._get_value
     monkeypatch.setattr(argparse.ArgumentParser, "_get_value", stock)  # put back at the end
-    options.install()
-    options.install()
+    last_line.check_option_values()
+    last_line.check_option_values()
 
 
 def said(parser: FlexibleArgumentParser, *words: str) -> str:
@@ -203,7 +203,7 @@ def said(parser: FlexibleArgumentParser, *words: str) -> str:
     return str(end.value)
 
 
-@pytest.mark.parametrize("name", options.EXAMPLES)
+@pytest.mark.parametrize("name", last_line.EXAMPLES)
 def test_json_that_is_none(parser: FlexibleArgumentParser, name: str) -> None:
     """In two words or in one, and in either spelling; what the error shows is JSON."""
     joined = name.replace("-config", "_config") + "={canvas: 1}"

@@ -14,7 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_dllm import plugin
 from vllm_dllm.errors import InputError
-from vllm_dllm.startup import hub, model_folder
+from vllm_dllm.startup import model_folder
+from vllm_dllm.startup.last_line import describe_hub_error
 from vllm_dllm.startup.model_folder import (
     check_downloaded_model,
     check_engine_arguments,
@@ -138,7 +139,7 @@ def test_a_model_that_the_cache_lacks_offline(
     assert not network
     with pytest.raises(LocalEntryNotFoundError) as error:
         snapshot_download("other/model", cache_dir=clone / "cache", local_files_only=True)
-    line = hub.describe_error(error.value) or ""
+    line = describe_hub_error(error.value) or ""
     assert line.startswith(f"{clone / 'cache'} does not have the model, or not all of it, and HF_H")
 
 
@@ -151,11 +152,11 @@ def test_errors_of_the_hubs_client(clone: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Exception) as error:
         HfApi(endpoint=constants.ENDPOINT).model_info("some/model")
     assert "does not answer. Name the folder of a checkpoint" in (
-        hub.describe_error(error.value) or ""
+        describe_hub_error(error.value) or ""
     )
-    assert hub.describe_error(ValueError("another")) is None
+    assert describe_hub_error(ValueError("another")) is None
     error.value.response = object()  # type: ignore[attr-defined]
-    assert hub.describe_error(error.value) is None
+    assert describe_hub_error(error.value) is None
 
 
 @pytest.mark.parametrize("name", ["https_proxy", "HTTPS_PROXY", "all_proxy"])

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from tests import tolerances
 from tests.unit.cpu.kernel_inputs import kernel_of
 from tests.unit.step.batches import Filters, Model, canvas_batch
-from vllm_dllm.compat import prompt_logprobs
+from vllm_dllm.compat import worker_logprobs
 from vllm_dllm.denoise.bad_words import BadWords
 from vllm_dllm.denoise.logit_rules import LogitRules, Penalties
 from vllm_dllm.step.asked.logprob_tensors import LogprobRequest, token_logprobs
@@ -151,7 +151,7 @@ def test_whole_logits_count_too(kind: str, asked: str) -> None:
 def stock_chunks() -> Iterator[None]:
     kernel_of("sample.logprob._ranks_kernel")  # the native ones
     yield
-    prompt_logprobs.limit_prompt_logprob_rows(1024)  # vLLM's own
+    worker_logprobs.limit_prompt_logprob_rows(1024)  # vLLM's own
 
 
 def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> None:
@@ -164,6 +164,6 @@ def test_prompt_logprobs_keep_to_it_too(model: Model, stock_chunks: None) -> Non
 
     whole = score()
     assert peak_bytes(score) > 3 * BUDGET
-    prompt_logprobs.limit_prompt_logprob_rows(rows_within_budget(V, BUDGET))
+    worker_logprobs.limit_prompt_logprob_rows(rows_within_budget(V, BUDGET))
     assert BUDGET / 8 < peak_bytes(score) <= BUDGET
     tolerances.assert_within(score(), whole, 2 * tolerances.softmax(V, largest_logit=30.0))

@@ -1,14 +1,23 @@
 """Attention of canvases over keys that all of their rows see, as two matrix products; and where
 these rows and keys are in the batch and the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from attention_kernels.masks import visible, visible_range
-from vllm_dllm.cpu.attention.cuts import Image
 from vllm_dllm.cpu.compat.ops import write_cpu_kv_cache
+
+
+@dataclass(frozen=True)
+class Image:
+    """Rows of a batch that belong to one image."""
+
+    request: int  # index of the new request
+    rows: slice  # rows of the batch; fewer than its keys if the cache already holds the first ones
+    first_key: int  # position
+    end: int  # position after its last key
 
 
 @dataclass(frozen=True)
@@ -41,18 +50,8 @@ class CanvasLayout:
         window_left: int,  # tokens of context a canvas sees
     ) -> "CanvasLayout":
         """Returns the layout of `selected` requests. `seq_lens`: with the rows of the step."""
-        starts = query_start_loc[selected]
+        starts, ends = query_start_loc[selected], seq_lens[selected]
         query_lens = query_start_loc[selected + 1] - starts
-        query_len = int(query_lens.max())
-        only_canvases = len(selected) == len(seq_lens)
-        rows = valid_rows = None
-        if not only_canvases or query_lens.min() != query_len:
-            steps = np.arange(query_len)
-            real = steps < query_lens[:, None]
-            rows = torch.from_numpy((starts[:, None] + np.where(real, steps, 0)).astype(np.int64))
-            valid_rows = torch.from_numpy(np.flatnonzero(real))
-
-        ends = seq_lens[selected]
         context_lens, seq_ends = torch.from_numpy(ends - query_lens), torch.from_numpy(ends)
         first_keys = visible_range(
             first_query=context_lens,
@@ -62,56 +61,33 @@ class CanvasLayout:
             causal=False,
             window_left=window_left,
         )[0].numpy()
-        first_blocks = first_keys // block_size
-        last_steps = (ends - 1) // block_size - first_blocks
-        block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
-        # From here on, positions count from the first block of each canvas.
-        first_seen = first_keys - first_blocks * block_size
-        end_seen = ends - first_blocks * block_size
-        keys = slice(int(first_seen.min()), int(end_seen.max()))
-        bias = None
-        if first_seen.max() != keys.start or end_seen.min() != keys.stop:
-            positions = np.arange(keys.start, keys.stop)
-            seen = (positions >= first_seen[:, None]) & (positions < end_seen[:, None])
-            bias = _to_bias(torch.from_numpy(seen))[:, None, None, None, :]
-        return cls(
-            selected=selected,
-            query_len=query_len,
-            rows=rows,
-            valid_rows=valid_rows,
-            block_columns=first_blocks[:, None] + block_steps,
-            keys=keys,
-            bias=bias,
-            only_canvases=only_canvases,
-        )
+        layout = cls._lay_out(selected, starts, query_lens, first_keys, ends, block_size)
+        if len(selected) < len(seq_lens):
+            return layout
+        if query_lens.min() == layout.query_len:
+            return replace(layout, rows=None, valid_rows=None, only_canvases=True)
+        return replace(layout, only_canvases=True)
 
     @classmethod
     def build_for_image(cls, image: Image, block_size: int, window_left: int) -> "CanvasLayout":
         """Returns the layout of one image's rows. They see each other, and the keys that a causal
         row sees within `window_left` tokens."""
         num_rows = image.rows.stop - image.rows.start
-        query_pos = torch.arange(image.end - num_rows, image.end)[:, None]
-        first_key = min(image.first_key, max(image.end - num_rows - window_left, 0))
-        first_block, last_block = first_key // block_size, (image.end - 1) // block_size
-        shift = first_block * block_size
+        context_len = image.end - num_rows
+        first_key = min(image.first_key, max(context_len - window_left, 0))
         seen = visible(
-            query_pos,
+            torch.arange(context_len, image.end)[:, None],
             torch.arange(first_key, image.end),
-            context_len=image.end - num_rows,
+            context_len=context_len,
             causal=True,
             window_left=window_left,
             spans=torch.tensor((image.first_key, image.end)).expand(num_rows, 1, 2),
         )
-        return cls(
-            selected=np.array([image.request]),
-            query_len=num_rows,
-            rows=torch.arange(image.rows.start, image.rows.stop)[None],
-            valid_rows=torch.arange(num_rows),
-            block_columns=np.arange(first_block, last_block + 1)[None],
-            keys=slice(first_key - shift, image.end - shift),
-            bias=_to_bias(seen)[None, None, None],
-            only_canvases=False,
+        request, start, length, first, end = (
+            np.array([number])
+            for number in (image.request, image.rows.start, num_rows, first_key, image.end)
         )
+        return cls._lay_out(request, start, length, first, end, block_size, seen[None])
 
     @classmethod
     def build_for_copies(
@@ -129,11 +105,9 @@ class CanvasLayout:
         if len(selected) == 0:
             return None
         firsts, ends, context_lens = firsts[selected], seq_lens[selected], context_lens[selected]
-        steps = np.arange((ends - firsts).max())
-        real = firsts[:, None] + steps < ends[:, None]
-        query_pos = firsts[:, None] + np.where(real, steps, 0)
-        rows = query_start_loc[selected, None] + query_pos - context_lens[:, None]
-        last_blocks = (ends - 1) // block_size
+        lengths = ends - firsts
+        steps = np.arange(lengths.max())
+        query_pos = firsts[:, None] + np.where(steps < lengths[:, None], steps, 0)
         seen = visible(
             torch.from_numpy(query_pos)[:, :, None],
             torch.arange(int(ends.max())),
@@ -141,16 +115,49 @@ class CanvasLayout:
             torch.from_numpy(causal[selected])[:, None, None],
             window_left=-1,
         )
+        starts = query_start_loc[selected] + firsts - context_lens
+        return cls._lay_out(selected, starts, lengths, 0 * firsts, ends, block_size, seen)
+
+    @classmethod
+    def _lay_out(
+        cls,
+        selected: np.ndarray,  # [n] int64
+        starts: np.ndarray,  # [n] query row of each canvas' first position
+        query_lens: np.ndarray,  # [n]
+        first_keys: np.ndarray,  # [n] position of the first key it sees
+        ends: np.ndarray,  # [n] position after the last one
+        block_size: int,
+        seen: torch.Tensor | None = None,  # [n, Q, K] bool; None: all rows see all of these keys
+    ) -> "CanvasLayout":
+        """Returns the layout of canvases that are not the whole batch."""
+        steps = np.arange(query_lens.max())
+        real = steps < query_lens[:, None]
+        first_blocks = first_keys // block_size
+        last_steps = (ends - 1) // block_size - first_blocks
+        block_steps = np.minimum(np.arange(last_steps.max() + 1), last_steps[:, None])
+        # From here on, positions count from the first block of each canvas.
+        first_seen, end_seen = (at - first_blocks * block_size for at in (first_keys, ends))
+        keys = slice(int(first_seen.min()), int(end_seen.max()))
+        if seen is None and (first_seen.max() != keys.start or end_seen.min() != keys.stop):
+            positions = np.arange(keys.start, keys.stop)
+            in_range = (positions >= first_seen[:, None]) & (positions < end_seen[:, None])
+            seen = torch.from_numpy(in_range)[:, None]
         return cls(
             selected=selected,
             query_len=len(steps),
-            rows=torch.from_numpy(rows),
+            rows=torch.from_numpy((starts[:, None] + np.where(real, steps, 0)).astype(np.int64)),
             valid_rows=torch.from_numpy(np.flatnonzero(real)),
-            block_columns=np.minimum(np.arange(last_blocks.max() + 1), last_blocks[:, None]),
-            keys=slice(0, int(ends.max())),
-            bias=_to_bias(seen)[:, None, None],
+            block_columns=first_blocks[:, None] + block_steps,
+            keys=keys,
+            bias=None if seen is None else _to_bias(seen)[:, None, None],
             only_canvases=False,
         )
+
+    def find_blocks(self, block_table: torch.Tensor) -> torch.Tensor:
+        """Returns the cache blocks [n, B] int64 that hold the keys in one KV cache group.
+        `block_table`: the group's, [num_reqs, max_blocks]."""
+        blocks = block_table.numpy()[self.selected[:, None], self.block_columns]
+        return torch.from_numpy(blocks.astype(np.int64))
 
 
 def _to_bias(seen: torch.Tensor) -> torch.Tensor:
@@ -158,37 +165,19 @@ def _to_bias(seen: torch.Tensor) -> torch.Tensor:
     return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
-@dataclass(frozen=True)
-class CanvasKeys:
-    """A layout, and the cache blocks that hold its keys in one KV cache group."""
-
-    layout: CanvasLayout
-    blocks: torch.Tensor  # [n, B] int64
-
-    @classmethod
-    def build(
-        cls,
-        layout: CanvasLayout,
-        block_table: np.ndarray,  # [num_reqs, max_blocks]
-    ) -> "CanvasKeys":
-        """Returns the layout's blocks from the block table of a KV cache group."""
-        blocks = block_table[layout.selected[:, None], layout.block_columns]
-        return cls(layout, torch.from_numpy(blocks.astype(np.int64)))
-
-
 def attend_canvases(
     query: torch.Tensor,  # [T, Hq, D]
     kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * D]
-    canvas_keys: CanvasKeys,
+    layout: CanvasLayout,
+    blocks: torch.Tensor,  # [n, B] int64, that hold its keys
     scale: float,
     output: torch.Tensor,  # [T, Hq, D], written at the canvases' rows
     softcap: float = 0.0,  # scores become softcap * tanh(score / softcap); 0 = none
 ) -> None:
     """Writes the attention of a layout's rows to `output`, whose other rows stay as they are."""
-    layout = canvas_keys.layout
     n, Q = len(layout.selected), layout.query_len
     Hq, D = query.shape[1:]
-    keys, values = _gather_blocks(kv_cache, canvas_keys.blocks, layout.keys)
+    keys, values = _gather_blocks(kv_cache, blocks, layout.keys)
     Hkv = keys.shape[1]
     # The heads of a group share their keys, and the mask does not depend on the row: fold the
     # group's heads into the row axis.

@@ -19,13 +19,11 @@ def gather_block_tables(
     dst_block_table_ptrs: torch.Tensor,  # [num_groups] uint64, tables written
     block_table_strides: torch.Tensor,  # [num_groups] int64
     num_blocks: torch.Tensor,  # [num_groups, max_num_reqs] int32, blocks each request has
-    num_blocks_stride: int,
     num_reqs: int,
     num_computed_tokens: torch.Tensor | None = None,  # [max_num_reqs] int32
     sliding_window_reach: torch.Tensor | None = None,  # [num_groups] int32 tokens back, 0 = all
     block_sizes: torch.Tensor | None = None,  # [num_groups] int32
     MASK_SLIDING_WINDOW: bool = False,
-    **launch_options: int,
 ) -> None:
     """Writes the block table rows of the batch's requests to each group's table for the step, and 0
     to its padding rows.
@@ -64,14 +62,9 @@ def compute_slot_mappings(
     block_table_strides: torch.Tensor,  # [num_groups] int64
     block_sizes: torch.Tensor,  # [num_groups] int32
     slot_mapping_enabled: torch.Tensor,  # [num_groups] bool
-    dcp_sharded: torch.Tensor,  # [num_groups] bool
     slot_mappings: torch.Tensor,  # [num_groups, max_num_tokens] int64, written
-    slot_mappings_stride: int,
-    cp_rank: int,
     CP_SIZE: int,
-    CP_INTERLEAVE: int,
     PAD_ID: int,
-    **other_block_sizes: int,
 ) -> None:
     """Writes the KV cache slot of each token to `slot_mappings`. Writes `PAD_ID` beyond the batch,
     for dummy requests, and in groups that have no slot mapping."""
@@ -110,7 +103,6 @@ def apply_write(
     write_cu_lens: torch.Tensor,  # [num_writes] int32, end of each write in `write_contents`
     write_group_ids: torch.Tensor | None,  # [num_writes] int32
     MULTI_GROUP: bool,
-    **block_sizes: int,
 ) -> None:
     """Writes runs of values into rows of `output`, an array of any type. `MULTI_GROUP`: writes them
     into one int32 array per KV cache group, at the addresses in `output`."""

@@ -14,7 +14,6 @@ def prepare_dflash_inputs(
     grid: tuple[int, ...],  # (num_reqs, num_blocks)
     out_input_ids: torch.Tensor,  # [max_num_tokens] int32, written: the draft blocks
     out_query_positions: torch.Tensor,  # [max_num_tokens] int64, written
-    out_is_padding: torch.Tensor | None,  # [max_num_tokens] bool, written; None: nobody asks
     out_query_start_loc: torch.Tensor,  # [max_num_reqs + 1] int32, written
     out_seq_lens: torch.Tensor,  # [max_num_reqs] int32, written: with the block; 0 beyond them
     out_query_slot_mapping: torch.Tensor,  # [max_num_tokens] int64, written for the block
@@ -43,12 +42,10 @@ def prepare_dflash_inputs(
     max_num_reqs: int,
     max_num_tokens: int,
     max_model_len: int,
-    cp_rank: int,
     SAMPLE_FROM_ANCHOR: bool,
     PAD_SLOT_ID: int,
     CP_SIZE: int,
-    CP_INTERLEAVE: int,
-    **block_sizes: int,
+    out_is_padding: torch.Tensor | None = None,  # [max_num_tokens] bool, written; since 0.33
 ) -> None:
     """Writes the inputs of each request's draft block, and where its context is stored. N = drafts
     of a request (`num_speculative_steps`)."""

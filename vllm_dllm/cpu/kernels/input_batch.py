@@ -1,9 +1,9 @@
 """Native versions of the kernels of `vllm/v1/worker/gpu/input_batch.py`.
 
-Parameters are those of the kernel, after the grid; tensors are used through NumPy views of their
-memory. Names: batch row = position in this step's batch, slot = the request's row in the runner's
-state (`req_state_idx` in vLLM). Batches are small: a loop over requests with Python's own numbers
-and one slice each is faster than building flat indices.
+Tensors are used through NumPy views of their memory. Names: batch row = position in this step's
+batch, slot = the request's row in the runner's state (`req_state_idx` in vLLM). Batches are small:
+a loop over requests with Python's own numbers and one slice each is faster than building flat
+indices.
 """
 
 from itertools import pairwise
@@ -13,18 +13,14 @@ import torch
 
 
 def prepare_prefill_inputs(
-    grid: tuple[int, ...],  # (num_reqs,)
     input_ids: torch.Tensor,  # [num_tokens] int32, written where a request is prefilling
     next_prefill_tokens: torch.Tensor,  # [num_lookahead, max_num_reqs] int32, written likewise
-    next_prefill_tokens_stride: int,
     num_lookahead: int,
     idx_mapping: torch.Tensor,  # [num_reqs] int64, batch row -> slot
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32
-    all_token_ids_stride: int,
     prefill_lens: torch.Tensor,  # [max_num_reqs] int32
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
-    **block_sizes: int,
 ) -> None:
     """Writes the scheduled tokens of prefilling requests to `input_ids`. Writes the `num_lookahead`
     tokens that follow them to `next_prefill_tokens`, and 0 beyond the prefill."""
@@ -50,7 +46,6 @@ def prepare_pos_seq_lens(
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
     max_num_reqs: int,
-    **block_sizes: int,
 ) -> None:
     """Writes positions of the scheduled tokens, and lengths of the requests after this step."""
     num_reqs = grid[0] - 1
@@ -72,11 +67,9 @@ def combine_sampled_and_draft_tokens(
     seq_lens: torch.Tensor,  # [>= num_reqs] int32
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
     draft_tokens: torch.Tensor,  # [max_num_reqs, num_speculative_steps] int64
-    draft_tokens_stride: int,
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32, where each request's rows begin, and end
     logits_indices: torch.Tensor,  # [num_logits] int64, written
     NUM_NEW_SAMPLED_TOKENS: int = 1,
-    **block_sizes: int,
 ) -> None:
     """Writes the last sampled token and then the drafts to the end of the query in `input_ids`, for
     requests past their prefill. The sampled token is left out where its place still belongs to the
@@ -125,24 +118,19 @@ def get_num_sampled_and_rejected(
 
 
 def post_update(
-    grid: tuple[int, ...],  # (num_reqs,)
     idx_mapping: torch.Tensor,  # [num_reqs] int64, negative = leave this request alone
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, advanced
     last_sampled_tokens: torch.Tensor,  # [max_num_reqs, 1] int64, written
     output_bin_counts: torch.Tensor | None,  # [max_num_reqs, vocab_size] int32, added to
-    output_bin_counts_stride: int,
     sampled_tokens: torch.Tensor,  # [num_reqs, max_sampled]
-    sampled_tokens_stride: int,
     num_sampled: torch.Tensor,  # [num_reqs] int32
     num_rejected: torch.Tensor,  # [num_reqs] int32
     query_start_loc: torch.Tensor | None,  # [>= num_reqs + 1] int32; None = queries of length 0
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32, appended to
-    all_token_ids_stride: int,
     total_len: torch.Tensor,  # [max_num_reqs] int32, advanced
     draft_tokens: torch.Tensor | None = None,  # [num_reqs, num_draft_tokens]
     draft_tokens_out: torch.Tensor | None = None,  # [max_num_reqs, num_draft_tokens], written
     num_draft_tokens: int = 0,
-    **launch_options: int,
 ) -> None:
     """Records the outcome of a step in the requests' state, in place: new tokens, computed KV
     positions and, where they come from another rank, drafts."""
@@ -185,7 +173,6 @@ def expand_idx_mapping(
     expanded_idx_mapping: torch.Tensor,  # [num_logits] int64, written: the slot of each logit row
     expanded_local_pos: torch.Tensor,  # [num_logits] int32, written: its index in its request
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
-    **block_sizes: int,
 ) -> None:
     """Writes the slot of each row of logits, and the row's index in its request."""
     bounds = cu_num_logits.tolist()[: grid[0] + 1]

@@ -5,20 +5,17 @@
 import numpy as np
 import torch
 
-from vllm_dllm.cpu.compat.kernel_versions import draft_seeds
-from vllm_dllm.cpu.random_numbers import gumbel_noise
+from vllm_dllm.cpu.compat.runner import draft_seeds
+from vllm_dllm.cpu.verification import gumbel_noise
 
 _DRAFT_POSITION = 1 << 30  # added to a draft's position: its verification draws other noise
 
 
 def temperature(
-    grid: tuple[int, ...],  # (num_rows, num_blocks)
     logits: torch.Tensor,  # [num_rows, V] fp32, divided in place
-    logits_stride: int,
     expanded_idx_mapping: torch.Tensor,  # [num_rows] int64, row -> slot
     temperature: torch.Tensor,  # [max_num_reqs] fp32
     vocab_size: int,
-    **block_sizes: int,
 ) -> None:
     """Divides logits by each request's temperature, in place. 0 and 1 leave a row as it is."""
     divisors = temperature[expanded_idx_mapping]
@@ -28,19 +25,12 @@ def temperature(
 
 
 def gumbel_sample(
-    grid: tuple[int, ...],  # (num_rows, num_blocks)
     local_argmax: torch.Tensor,  # [num_rows, num_blocks] int64, written
-    local_argmax_stride: int,
     local_max: torch.Tensor,  # [num_rows, num_blocks] fp32 or fp64, written
-    local_max_stride: int,
     logits_cache: torch.Tensor | None,  # [max_num_reqs, num_cols, >= V], rows of live slots written
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
     logits_cache_col: torch.Tensor | None,  # [] or [num_rows] int32
     logits_cache_source: torch.Tensor | None,  # [num_rows, V]
-    logits_cache_source_stride: int,
     logits: torch.Tensor,  # [num_rows, V]
-    logits_stride: int,
     expanded_idx_mapping: torch.Tensor,  # [num_rows] int64, row -> slot, negative = no request
     seeds: torch.Tensor,  # [max_num_reqs] int64
     pos: torch.Tensor,  # [num_rows] int64
@@ -49,8 +39,7 @@ def gumbel_sample(
     IS_DRAFTING: bool,
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
-    PER_TOKEN_COL: bool,
-    **block_sizes: int,
+    BLOCK_SIZE: int,  # of the vocabulary
 ) -> None:
     """Writes the largest logit under Gumbel noise, and its token, of each row and block of the
     vocabulary. There is no noise at temperature 0.
@@ -80,14 +69,12 @@ def gumbel_sample(
             USE_FP64,
         )
         scores = scores.index_copy(0, rows, noised.to(scores.dtype) + torch.from_numpy(noise))
-    block_size = block_sizes["BLOCK_SIZE"]
-    for block, first in enumerate(range(0, vocab_size, block_size)):
-        values, ids = scores[:, first : first + block_size].max(dim=1)
+    for block, first in enumerate(range(0, vocab_size, BLOCK_SIZE)):
+        values, ids = scores[:, first : first + BLOCK_SIZE].max(dim=1)
         local_max[:, block], local_argmax[:, block] = values, ids + first
 
 
 def gather_draft_sampled(
-    grid: tuple[int, ...],  # (num_blocks,)
     draft_sampled: torch.Tensor,  # [num_logits] int32, written: each row's input token, or -1
     pos: torch.Tensor,  # [num_logits] int64, written: its position
     input_ids: torch.Tensor,  # [num_tokens] int32
@@ -96,8 +83,6 @@ def gather_draft_sampled(
     expanded_idx_mapping: torch.Tensor,  # [num_logits] int64, row -> slot
     expanded_local_pos: torch.Tensor,  # [num_logits] int32, the row's index in its request
     prefill_len: torch.Tensor,  # [max_num_reqs] int32
-    num_logits: int,
-    **block_sizes: int,
 ) -> None:
     """Writes the input token and position of each row of logits. Writes -1 for drafts of a step
     that starts within the prefill, which no drafter proposed."""
@@ -108,13 +93,10 @@ def gather_draft_sampled(
 
 
 def flatten_sampled(
-    grid: tuple[int, ...],  # (num_reqs,)
     flat_sampled: torch.Tensor,  # [num_logits] int64, written for the rows that were kept
     sampled: torch.Tensor,  # [num_reqs, num_columns] int64
-    sampled_stride: int,
     num_sampled: torch.Tensor,  # [num_reqs] int32
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
-    **launch_options: int,
 ) -> None:
     """Copies each request's sampled tokens to its first rows of `flat_sampled`."""
     starts = cu_num_logits.tolist()
@@ -123,15 +105,9 @@ def flatten_sampled(
 
 
 def topk_log_softmax(
-    grid: tuple[int, ...],  # (num_rows,)
     output: torch.Tensor,  # [num_rows, topk] fp32, written
     logits: torch.Tensor,  # [num_rows, V]
-    logits_stride: int,
     topk_ids: torch.Tensor,  # [num_rows, topk] int64
-    topk_ids_stride: int,
-    topk: int,
-    vocab_size: int,
-    **block_sizes: int,
 ) -> None:
     """Writes the log-probabilities of the tokens `topk_ids`."""
     scores = logits.float()
@@ -139,13 +115,9 @@ def topk_log_softmax(
 
 
 def ranks(
-    grid: tuple[int, ...],  # (num_rows,)
     output: torch.Tensor,  # [num_rows] int64, written
     logits: torch.Tensor,  # [num_rows, V]
-    logits_stride: int,
     token_ids: torch.Tensor,  # [num_rows] int64
-    vocab_size: int,
-    **block_sizes: int,
 ) -> None:
     """Writes how many tokens are at least as likely as each row's token. That token counts, too."""
     chosen = logits.gather(1, token_ids[:, None].long())
@@ -153,14 +125,12 @@ def ranks(
 
 
 def prompt_logprobs_token_ids(
-    grid: tuple[int, ...],  # (num_reqs,)
     prompt_logprobs_token_ids: torch.Tensor,  # [num_tokens] int64, written
     query_start_loc: torch.Tensor,  # [>= num_reqs + 1] int32
     idx_mapping: torch.Tensor,  # [num_reqs] int64, batch row -> slot
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len] int32
     all_token_ids_stride: int,
-    **block_sizes: int,
 ) -> None:
     """Writes the token that follows each scheduled one in its request; 0 where none can."""
     targets, tokens = prompt_logprobs_token_ids.numpy(), all_token_ids.view(-1).numpy()
@@ -179,14 +149,11 @@ def prompt_logprobs_token_ids(
 def apply_grammar_bitmask(
     grid: tuple[int, ...],  # (num_masks, ...)
     logits: torch.Tensor,  # [num_logits, V], -inf is written where a token is forbidden
-    logits_stride: int,
     logits_indices: torch.Tensor,  # [num_masks] int32: request * MASK_STRIDE + row in the request
     cu_num_logits: torch.Tensor,  # [num_reqs + 1] int32
     bitmask: torch.Tensor,  # [num_masks, ceil(V / 32)] int32, 1 = allowed, lowest bit first
-    bitmask_stride: int,
     vocab_size: int,
     MASK_STRIDE: int,
-    **block_sizes: int,
 ) -> None:
     """Sets logits of tokens that a grammar forbids to minus infinity, in place."""
     bounds = cu_num_logits.tolist()

@@ -32,7 +32,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support
-from vllm_dllm.cpu.quantization import experts as experts  # registers the operation
 from vllm_dllm.cpu.quantization import linear as linear  # registers the kernels for linears
 from vllm_dllm.quantization.config import LINEAR
 from vllm_dllm.quantization.schemes import GROUP_SIZE, Scheme, recognize_scheme
@@ -135,7 +134,7 @@ class _ExpertsOnCpu(CompressedTensorsMoEMethod):
         """Returns the experts' output, [T, H]. Shared experts are computed elsewhere."""
         # Indices of this rank's experts; -1 for experts of other ranks.
         own_ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
-        return torch.ops.vllm.vllm_dllm_quantized_experts(
+        return torch.ops.vllm.vllm_dllm_experts(
             x,
             topk_weights,
             own_ids,

@@ -18,6 +18,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_dllm.cpu import formats
 from vllm_dllm.cpu.compat.kernels import (
     Fp32Int8LinearKernel,
     MPLinearKernel,
@@ -25,7 +26,7 @@ from vllm_dllm.cpu.compat.kernels import (
     StockFp8LinearKernel,
     prefer_linear_kernel,
 )
-from vllm_dllm.cpu.quantization import formats
+from vllm_dllm.cpu.experts import PROJECTIONS
 
 
 def fp8_product(
@@ -78,27 +79,24 @@ class CpuFp8LinearKernel(StockFp8LinearKernel):
 prefer_linear_kernel("fp8", CpuFp8LinearKernel)
 
 
-def nvfp4_linear(
+def quantized_linear(
     x: torch.Tensor,  # [..., K]
-    packed: torch.Tensor,  # [N, K / 2] uint8
-    block_scale: torch.Tensor,  # [N, K / 16] float8_e4m3fn
-    scale: torch.Tensor,  # [] fp32, multiplies
-    x_global_scale: torch.Tensor,  # [] fp32, divides
+    number_format: str,
+    tensors: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns x @ weight.T [..., N], in the type of `x`, which is quantised first. As one PyTorch
-    operation it rounds the same in compiled models."""
-    rows = formats.quantize_nvfp4(x.flatten(0, -2), x_global_scale)
-    weight = formats.decode_nvfp4(packed, block_scale, scale)
-    out = formats.multiply(rows.to_model_dtype(x.dtype), weight.to_model_dtype(x.dtype))
+    """Returns x @ weight.T [..., N], in the type of `x`. As one PyTorch operation it rounds the
+    same in compiled models. `number_format`: a key of `PROJECTIONS`. `tensors`: what its function
+    takes, of one matrix [1, N, ...]."""
+    projection = PROJECTIONS[number_format](x.dtype, *tensors)
+    out = projection.product(projection.quantize(x.flatten(0, -2)), 0)
     return out.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def _like_linear_output(x: torch.Tensor, packed: torch.Tensor, *args: object) -> torch.Tensor:
-    """Returns an uninitialised output [..., N], which tells the compiler its shape and type."""
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-direct_register_custom_op("vllm_dllm_nvfp4_linear", nvfp4_linear, fake_impl=_like_linear_output)
+direct_register_custom_op(
+    "vllm_dllm_quantized_linear",
+    quantized_linear,
+    fake_impl=lambda x, number_format, tensors: x.new_empty(*x.shape[:-1], tensors[0].shape[1]),
+)
 
 
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
@@ -119,30 +117,14 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns the layer's output [..., N] for `x` [..., K]."""
-        out = torch.ops.vllm.vllm_dllm_nvfp4_linear(
-            x,
-            layer.weight,
-            layer.weight_scale,
-            layer.weight_global_scale,
-            layer.input_global_scale_inv,
-        )
+        weights = (layer.weight, layer.weight_scale, layer.weight_global_scale)
+        tensors = [*(weight[None] for weight in weights), layer.input_global_scale_inv]
+        out = torch.ops.vllm.vllm_dllm_quantized_linear(x, "nvfp4", tensors)
         return out if bias is None else out + bias
 
 
 # Once per process. Without a kernel, vLLM would refuse to start.
 register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
-
-
-def int4_linear(
-    x: torch.Tensor,  # [..., K]
-    packed: torch.Tensor,  # [N, K / 8] int32
-    scale: torch.Tensor,  # [N, K / group]
-) -> torch.Tensor:
-    """Returns x @ weight.T [..., N], in the type of `x`. The weight is unpacked for it."""
-    return x @ formats.decode_int4(packed, scale).t()
-
-
-direct_register_custom_op("vllm_dllm_int4_linear", int4_linear, fake_impl=_like_linear_output)
 
 
 class CpuInt4LinearKernel(MPLinearKernel):
@@ -175,7 +157,7 @@ class CpuInt4LinearKernel(MPLinearKernel):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         packed, scale, _ = self._get_weight_params(layer)
-        out = torch.ops.vllm.vllm_dllm_int4_linear(x, packed, scale)
+        out = torch.ops.vllm.vllm_dllm_quantized_linear(x, "int4", [packed[None], scale[None]])
         return out if bias is None else out + bias
 
 

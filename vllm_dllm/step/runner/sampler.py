@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_dllm.compat.prompt_logprobs import limit_prompt_logprob_rows
+from vllm_dllm.compat.worker_logprobs import limit_prompt_logprob_rows
 from vllm_dllm.metrics.canvas_numbers import CanvasNumbers
 from vllm_dllm.step.canvas_step import CanvasStep
 from vllm_dllm.step.logits.canvas_logits import most_step_bytes, rows_within_budget

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_dllm.attention.ahead import Compiler, compile_ahead
 from vllm_dllm.attention.warm_up import compile_attention
 from vllm_dllm.compat.ending import leave_signals_to_engine
-from vllm_dllm.compat.prompt_logprobs import compile_prompt_logprobs, restrict_prompt_logprobs
 from vllm_dllm.compat.runner import (
     attach_canvas_numbers,
     call_before_graphs,
@@ -21,6 +20,7 @@ from vllm_dllm.compat.runner import (
     join_commits,
 )
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
+from vllm_dllm.compat.worker_logprobs import compile_prompt_logprobs, restrict_prompt_logprobs
 from vllm_dllm.parents import end_with_parent
 from vllm_dllm.quantization.complete_weights import weights_in_parts
 from vllm_dllm.step.runner.kernel_choice import choose_kernels, prepare_choice

@@ -22,8 +22,7 @@ from vllm_dllm.errors import InputError, ServerError
 from vllm_dllm.requests.options import STREAM_CANVASES
 from vllm_dllm.tools import server_process
 from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.demo.drawing import Step
-from vllm_dllm.tools.demo.picture import save_picture
+from vllm_dllm.tools.demo.drawing import Step, save_picture
 from vllm_dllm.tools.demo.questions import Question, questions_for
 from vllm_dllm.tools.server_process import HOST, Server
 from vllm_dllm.tools.terminal import wait_on_console

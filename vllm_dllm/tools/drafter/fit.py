@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_dllm.tools.drafter.blocks import drafting_loss
-from vllm_dllm.tools.drafter.offline import mean_length, replay
+from vllm_dllm.tools.drafter.measurements import mean_length, replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
 from vllm_dllm.tools.drafter.sequences import KnownSequence
 

@@ -32,7 +32,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from vllm_dllm.drafters.layout import ANCHOR_KEYS
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import WEIGHTS_FILE, load_state, save_tensors
-from vllm_dllm.tools.checkpoint_config import read_config
+from vllm_dllm.tools.inputs import read_config
 
 ARCHITECTURE = "DFlashDraftModel"
 OPTIONS = ("mask_token_id", "target_layer_ids")  # of dflash_config

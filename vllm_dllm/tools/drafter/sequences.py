@@ -22,7 +22,7 @@ import torch
 from vllm_dllm.drafters.buffer import PATTERN
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter.reference import Target
-from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
+from vllm_dllm.tools.inputs import encode_prompt_rows, read_prompt_rows
 
 BATCH_SIZE = 128  # prompts that transformers answers at once
 SERVER_CONNECTIONS = 32  # prompts that a server answers at once

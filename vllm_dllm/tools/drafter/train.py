@@ -19,7 +19,6 @@ from transformers import Qwen3Config
 from vllm_dllm.drafters.layout import check_drafter
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.checkpoint_config import read_config, read_tokenizer
 from vllm_dllm.tools.drafter import reference
 from vllm_dllm.tools.drafter.fit import (
     STATE_FILE,
@@ -37,6 +36,7 @@ from vllm_dllm.tools.drafter.sequences import (
     read_prompts,
     room_for_prompts,
 )
+from vllm_dllm.tools.inputs import read_config, read_tokenizer
 
 COMPLETIONS_FILE = "completions.jsonl"
 # OUT does not keep these

@@ -4,30 +4,39 @@ Each checkpoint is served by its own `vllm serve`, one after the other. lm-evalu
 it the tasks' prompts over HTTP, like any client.
 """
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.api.task import Task
 from rich.console import Console
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.evaluate import report, serving
+from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.harness import (
     Outcome,
     PromptSettings,
     evaluate,
     redirect_library_logs,
 )
-from vllm_dllm.tools.evaluate.provenance import describe_machine
-from vllm_dllm.tools.evaluate.report import Row, save_plot
-from vllm_dllm.tools.evaluate.tasks import load_tasks
-from vllm_dllm.tools.scrape import read_weight_bytes
-from vllm_dllm.tools.server_process import check_checkpoint, log_folder
-from vllm_dllm.tools.terminal import make_console, print_table, progress_bars
-
-__all__ = ["run"]
+from vllm_dllm.tools.evaluate.report import Row, describe_machine, save_plot
+from vllm_dllm.tools.evaluate.tasks import load_tasks, longest_answer
+from vllm_dllm.tools.scrape import SERVER_ENVIRONMENT, SERVER_OPTIONS, post_json, read_weight_bytes
+from vllm_dllm.tools.server_process import (
+    ENDING_SECONDS,
+    HOST,
+    Server,
+    check_checkpoint,
+    choose_port,
+    log_folder,
+    serve_command,
+)
+from vllm_dllm.tools.terminal import make_console, print_table, progress_bars, wait_on_console
 
 HELD_OUT = "checkpoints/held_out.yaml"  # from the current folder
 PIPE_COLUMNS = 110  # width of the table if the output is not a terminal
@@ -52,10 +61,10 @@ def run(
     with log_folder("eval") as logs:
         redirect_library_logs(logs)
         loaded = load_tasks(tasks or [HELD_OUT], prompting.data)
-        serve_options = serving.serve_options(loaded, prompting.serve_options)
+        serve_options = choose_serve_options(loaded, prompting.serve_options)
         prompting = replace(prompting, serve_options=serve_options)
         for checkpoint in checkpoints:
-            with serving.run_server(checkpoint, serve_options, console, logs) as port:
+            with run_server(checkpoint, serve_options, console, logs) as port:
                 weight_bytes = read_weight_bytes(port)
                 for name, task in loaded.items():
                     outcome = _evaluate_task(task, checkpoint, port, prompting, console, logs)
@@ -99,3 +108,74 @@ def _check_options(checkpoints: Sequence[Path], prompting: PromptSettings, out: 
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # now, not after everything has been measured
         raise InputError(f"-o must name a folder that can be written: {error}") from error
+
+
+CONTEXT = 1024  # tokens; enough for held-out prompts and their answers
+
+
+def choose_serve_options(
+    tasks: dict[str, Task], user_options: Sequence[str] | None
+) -> Sequence[str]:
+    """Returns the options of `vllm serve`: `user_options`, or defaults if that is None. Raises
+    InputError if their context leaves no room for the longest answer that a task asks for."""
+    longest = max(tasks, key=lambda name: longest_answer(tasks[name]))
+    tokens = longest_answer(tasks[longest])
+    if user_options is None:
+        return _default_options(tokens)
+    context = re.search(r"--max-model-len[ =](\d+)(?!\S)", " ".join(user_options))
+    if context and int(context[1]) <= tokens:
+        raise InputError(
+            f"task '{longest}' asks for answers of up to {tokens} tokens (max_gen_toks): "
+            f"--max-model-len must leave room for them after the prompt, got {context[1]}. Raise "
+            f"it, or lower max_gen_toks in a task file."
+        )
+    return user_options
+
+
+def _default_options(longest_answer: int) -> list[str]:
+    """Returns no options on a GPU. On a CPU, returns a limit of the KV cache, which by default
+    takes most of the memory, and of the context. The context has room for answers of
+    `longest_answer` tokens."""
+    if torch.cuda.is_available():
+        return []
+    context = CONTEXT if longest_answer <= CONTEXT // 2 else longest_answer + CONTEXT
+    return ["--max-model-len", str(context), "--kv-cache-memory-bytes", "1G"]
+
+
+@contextmanager
+def run_server(
+    checkpoint: Path, options: Sequence[str], console: Console, logs: Path
+) -> Iterator[int]:
+    """Serves the checkpoint, with further `options` of `vllm serve`, for the length of a block.
+    Yields the port once the server has answered a first request. Its log goes to the folder `logs`.
+    Errors of the block are passed on.
+
+    Raises:
+        ServerError: the server did not start, or has ended when the first request or the block
+            raises InputError.
+        InputError: the first request failed.
+    """
+    port = choose_port(None)
+    log = logs / f"{checkpoint.resolve().name}-{port}.log"
+    console.print(f"Serving {checkpoint}, log: {log}", soft_wrap=True)
+    command = serve_command(checkpoint, port, *SERVER_OPTIONS, *options)
+    ask_without_proxy()
+    with Server(command, port, log, SERVER_ENVIRONMENT) as server:
+        seconds = wait_on_console(server, console)
+        console.print(f"Ready after {seconds:.0f} s.")
+        try:
+            # So that the costs of its first request are not measured.
+            first = {"model": str(checkpoint), "prompt": "Hello", "max_tokens": 16}
+            post_json(port, "/v1/completions", first)
+            yield port
+        except InputError:
+            server.check_alive(ENDING_SECONDS)  # raises, if that was the reason
+            raise
+
+
+def ask_without_proxy() -> None:
+    """Lets this process ask servers on `HOST` directly, as long as it lives. The harness would ask
+    a proxy, if the environment names one."""
+    # Where both are set, `no_proxy` alone counts.
+    inherited = os.environ.get("no_proxy", os.environ.get("NO_PROXY"))
+    os.environ["no_proxy"] = ",".join(filter(None, (inherited, HOST)))

@@ -82,7 +82,7 @@ class PromptSettings:
     concurrency: int
     """The number of prompts that the server has at once."""
     serve_options: Sequence[str] | None
-    """Further options for `vllm serve`; None: those that `serving.serve_options` chooses."""
+    """Further options for `vllm serve`; None: those that `choose_serve_options` chooses."""
 
     def count_prompts(self, task: Task) -> int:
         """Returns how many prompts of a task are sent."""

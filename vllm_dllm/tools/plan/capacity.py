@@ -14,16 +14,16 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.step_sizes import max_canvases_per_step
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.weight_files import read_shards
-from vllm_dllm.tools.checkpoint_config import read_config
+from vllm_dllm.tools.inputs import read_config
 from vllm_dllm.tools.plan import GPUS
 from vllm_dllm.tools.terminal import format_size
 
 GIB = 1 << 30
-MIB = 1 << 20
 MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
-WORKSPACE_GIB = 3.0
-"""Memory that is assumed for activations, CUDA graphs and libraries. vLLM measures it when it
-starts."""
+WORKSPACE = 3 * GIB
+"""Memory, in bytes, that is assumed for activations, CUDA graphs and libraries. vLLM measures it
+when it starts."""
+SAMPLING = ExtensionConfig().sampling_memory_mib << 20  # bytes
 KV_DTYPES = {"auto": torch.bfloat16, "fp8": torch.uint8}  # by --kv-cache-dtype
 BLOCK_SIZE = 16  # tokens of a cache block: vLLM's default on GPUs
 
@@ -37,19 +37,14 @@ class Plan:
     ranks: int
     memory: int  # all that vLLM uses
     weights: int
-    workspace: int
-    sampling: int  # setting sampling_memory_mib
     state: int  # what one request keeps between steps
     kv: int  # keys and values of one request
-    canvas_length: int  # tokens
-    max_context: int  # the most tokens of a request, by the checkpoint
-    num_heads: int  # of attention, which the ranks share
-    is_26b: bool  # the checkpoint has the shape of the published figures
+    shape: "Shape"  # of the checkpoint
 
     @property
     def left(self) -> int:
         """The memory that is left for requests, in bytes; negative if the weights do not fit."""
-        return self.memory - self.weights - self.workspace - self.sampling
+        return self.memory - self.weights - WORKSPACE - SAMPLING
 
     @property
     def max_requests(self) -> int:
@@ -78,14 +73,9 @@ def make_plan(
         ranks=ranks,
         memory=int(MEMORY_UTILIZATION * memory_gib * GIB),
         weights=shape.weight_bytes // ranks,
-        workspace=int(WORKSPACE_GIB * GIB),
-        sampling=ExtensionConfig().sampling_memory_mib * MIB,
         state=shape.state_bytes(),
         kv=shape.kv_bytes(context, KV_DTYPES[kv_cache_dtype], ranks),
-        canvas_length=shape.canvas_length,
-        max_context=shape.max_position_embeddings,
-        num_heads=shape.num_heads,
-        is_26b=(len(shape.layers), shape.hidden_size) == (30, 2816),
+        shape=shape,
     )
 
 
@@ -99,7 +89,7 @@ def print_plan(checkpoint: Path, gpu: str, memory_gib: float | None, **options: 
     if plan.left <= 0:
         raise InputError(
             f"the weights take {plan.weights / GIB:.1f} of the {plan.memory / GIB:.1f} GiB that "
-            f"vLLM uses of each {gpu}, and {WORKSPACE_GIB:g} GiB are needed beside them: raise "
+            f"vLLM uses of each {gpu}, and {WORKSPACE / GIB:g} GiB are needed beside them: raise "
             f"--tensor-parallel-size, or quantise the checkpoint"
         )
     print("\n".join(format_plan(plan, checkpoint.resolve().name, gpu)))
@@ -107,12 +97,13 @@ def print_plan(checkpoint: Path, gpu: str, memory_gib: float | None, **options: 
 
 def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
     """Returns the lines that `print_plan` prints. `name` is the checkpoint's."""
+    shape = plan.shape
     gpus = f"each of {plan.ranks:,} {gpu}" if plan.ranks > 1 else f"one {gpu}"
     rows = [
         ("used by vLLM", plan.memory, f"{MEMORY_UTILIZATION:.0%}: --gpu-memory-utilization"),
         ("  weights", plan.weights, "from the headers of the files"),
-        ("  workspace", plan.workspace, "activations, graphs: an assumption"),
-        ("  sampling", plan.sampling, "sampling_memory_mib"),
+        ("  workspace", WORKSPACE, "activations, graphs: an assumption"),
+        ("  sampling", SAMPLING, "sampling_memory_mib"),
         ("  requests", plan.left, "what is left"),
         ("a request", plan.kv + plan.state, ""),
         ("  keys and values", plan.kv, f"{plan.context:,} tokens"),
@@ -121,23 +112,25 @@ def format_plan(plan: Plan, name: str, gpu: str) -> list[str]:
     lines = [f"{name}, {gpus}, {plan.context:,} tokens of context per request", ""]
     lines += [f"{label:18} {format_size(size)}   {why}".rstrip() for label, size, why in rows]
     lines += ["", f"Memory has room for {plan.max_requests:,} requests."]
-    if plan.context > plan.max_context:
+    if plan.context > shape.max_position_embeddings:
         lines.append(
-            f"But the model is for {plan.max_context:,} tokens at most (max_position_embeddings in "
-            f"its config.json): vLLM refuses --max-model-len {plan.context}."
+            f"But the model is for {shape.max_position_embeddings:,} tokens at most "
+            f"(max_position_embeddings in its config.json): vLLM refuses --max-model-len "
+            f"{plan.context}."
         )
-    if plan.num_heads % plan.ranks:
+    if shape.num_heads % plan.ranks:
         lines.append(
-            f"But {plan.ranks:,} GPUs cannot share the {plan.num_heads} heads of its attention "
+            f"But {plan.ranks:,} GPUs cannot share the {shape.num_heads} heads of its attention "
             f"evenly: vLLM refuses --tensor-parallel-size {plan.ranks}."
         )
     budget = GPUS[gpu].token_budget
-    canvases = max_canvases_per_step(budget, plan.canvas_length)
+    canvases = max_canvases_per_step(budget, shape.canvas_length)
     lines.append(
         f"A step of {budget:,} tokens denoises {canvases:,} canvases: for more at once, raise "
         f"--max-num-batched-tokens and --max-num-seqs."
     )
-    if plan.is_26b and (published := GPUS[gpu].published_tokens_per_s):
+    is_26b = (len(shape.layers), shape.hidden_size) == (30, 2816)
+    if is_26b and (published := GPUS[gpu].published_tokens_per_s):
         lines.append(
             f"Published for stock vLLM, FP8, one request: {published:,} tokens per second."
         )

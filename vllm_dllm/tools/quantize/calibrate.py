@@ -8,6 +8,7 @@ encoder. Ranges that are measured on finished text alone would not cover what th
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from vllm_dllm.tools.prompt_file import encode_prompt_rows, read_prompt_rows
+from vllm_dllm.tools.inputs import encode_prompt_rows, read_prompt_rows
 from vllm_dllm.tools.resumable import write_json
 
 NUM_PROMPTS = 128
@@ -41,72 +42,53 @@ def read_prompts(path: Path, checkpoint: Path, config: DiffusionGemmaConfig) -> 
     )
 
 
-class InputRanges:
-    """Records the largest inputs of a model's quantised linears."""
+@contextmanager
+def record_inputs(
+    model: DiffusionGemmaForBlockDiffusion, largest: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """Records the inputs of the quantised linears in all forwards inside the block. `largest` has
+    the ranges so far by input group, [1] or [num_experts] fp32 on the model's device. It is changed
+    in place. An encoder layer and a decoder layer share a range: they are one layer in vLLM."""
 
-    def __init__(self, largest: dict[str, torch.Tensor]) -> None:
-        """`largest` has the ranges so far by input group, [1] or [num_experts] fp32 on the model's
-        device. It is changed in place."""
-        self.largest = largest
+    def record(group: str, found: torch.Tensor) -> None:
+        largest[group] = torch.maximum(largest[group], found) if group in largest else found
 
-    @contextmanager
-    def watch(self, model: DiffusionGemmaForBlockDiffusion) -> Iterator[None]:
-        """Records the inputs of all forwards inside the block. An encoder layer and a decoder layer
-        share a range: they are one layer in vLLM."""
-        handles = []
-        for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
-            for i, layer in enumerate(layers):
-                name = f"model.decoder.layers.{i}"
-                attention, mlp = layer.self_attn, layer.mlp
-                for module, group in (
-                    (attention.q_proj, "self_attn.qkv_proj"),
-                    (attention.o_proj, "self_attn.o_proj"),
-                    (mlp.gate_proj, "mlp.gate_up_proj"),
-                    (mlp.down_proj, "mlp.down_proj"),
-                ):
-                    hook = self._linear_hook(f"{name}.{group}")
-                    handles.append(module.register_forward_pre_hook(hook))
-                hook = self._experts_hook(f"{name}.experts")
-                handles.append(layer.experts.register_forward_pre_hook(hook))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def record_linear(module: nn.Module, inputs: tuple[torch.Tensor], group: str) -> None:
+        record(group, inputs[0].abs().amax().float().reshape(1))
 
-    def _record(self, group: str, largest: torch.Tensor) -> None:
-        """Raises a group's range to the magnitudes `largest` where these are larger. `largest` has
-        the shape of the group's range."""
-        before = self.largest.get(group)
-        self.largest[group] = largest if before is None else torch.maximum(before, largest)
+    def record_experts(experts: nn.Module, inputs: tuple[torch.Tensor, ...], name: str) -> None:
+        """Records the largest input and inner activation of each expert that a token is routed to.
+        Computes inner activations a second time, because the forward does not show them."""
+        hidden, chosen = inputs[0], inputs[1]  # [T, H], [T, top_k]
+        outer = torch.zeros(experts.num_experts, device=hidden.device)
+        inner = torch.zeros_like(outer)
+        for expert in chosen.unique().tolist():
+            routed = hidden[(chosen == expert).any(-1)]
+            gate, up = F.linear(routed, experts.gate_up_proj[expert]).chunk(2, dim=-1)
+            outer[expert] = routed.abs().amax()
+            inner[expert] = (experts.act_fn(gate) * up).abs().amax()
+        record(f"{name}.gate_up_proj", outer)
+        record(f"{name}.down_proj", inner)
 
-    def _linear_hook(self, group: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
-        """Returns a hook that records the largest input of a linear."""
-
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            self._record(group, inputs[0].abs().amax().float().reshape(1))
-
-        return hook
-
-    def _experts_hook(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """Returns a hook that records the largest inputs of a layer's experts. It computes their
-        inner activations a second time, because the forward does not show them."""
-
-        def hook(experts: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            """Records the largest input and inner activation of each expert that a token is routed
-            to."""
-            hidden, chosen = inputs[0], inputs[1]  # [T, H], [T, top_k]
-            outer = torch.zeros(experts.num_experts, device=hidden.device)
-            inner = torch.zeros_like(outer)
-            for expert in chosen.unique().tolist():
-                routed = hidden[(chosen == expert).any(-1)]
-                gate, up = F.linear(routed, experts.gate_up_proj[expert]).chunk(2, dim=-1)
-                outer[expert] = routed.abs().amax()
-                inner[expert] = (experts.act_fn(gate) * up).abs().amax()
-            self._record(f"{name}.gate_up_proj", outer)
-            self._record(f"{name}.down_proj", inner)
-
-        return hook
+    handles = []
+    for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
+        for i, layer in enumerate(layers):
+            name = f"model.decoder.layers.{i}"
+            for module, group in (
+                (layer.self_attn.q_proj, "self_attn.qkv_proj"),
+                (layer.self_attn.o_proj, "self_attn.o_proj"),
+                (layer.mlp.gate_proj, "mlp.gate_up_proj"),
+                (layer.mlp.down_proj, "mlp.down_proj"),
+            ):
+                hook = partial(record_linear, group=f"{name}.{group}")
+                handles.append(module.register_forward_pre_hook(hook))
+            hook = partial(record_experts, name=f"{name}.experts")
+            handles.append(layer.experts.register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def calibrate(
@@ -132,16 +114,16 @@ def calibrate(
         checkpoint, dtype="auto", experts_implementation="eager"
     )
     model.to(device).eval()
-    ranges = InputRanges({g: torch.tensor(v, device=device) for g, v in known_ranges.items()})
+    largest = {group: torch.tensor(v, device=device) for group, v in known_ranges.items()}
     for i in range(num_done, len(prompts)):
         torch.manual_seed(i)
-        with torch.no_grad(), ranges.watch(model):
+        with torch.no_grad(), record_inputs(model, largest):
             # One prompt at a time: padding would count as input.
             model.generate(
                 input_ids=torch.tensor([prompts[i]], device=device),
                 max_new_tokens=NUM_CANVASES * model.config.canvas_length,
             )
-        known_ranges = {group: values.tolist() for group, values in ranges.largest.items()}
+        known_ranges = {group: values.tolist() for group, values in largest.items()}
         write_json(results, {"done": i + 1, "ranges": known_ranges})
         advance(1)
     return known_ranges

@@ -12,29 +12,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from compressed_tensors import __version__ as compressed_tensors_version
-from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStatus,
-    preset_name_to_scheme,
 )
 from transformers import DiffusionGemmaConfig
 
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
+from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE, Scheme
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize.source import Source
 from vllm_dllm.tools.terminal import format_size
 
-PRESETS = {  # of compressed-tensors
-    "fp8-dynamic": "FP8_DYNAMIC",
-    "int8": "W8A8",
-    "nvfp4": "NVFP4",
-    "w4a16": "W4A16",
-}
 _GROUP_SIZES = {"nvfp4": GROUP_SIZE, "w4a16": INT4_GROUP_SIZE}
 
 _LAYER = r"(?:model\.decoder|model|encoder)\.layers\.(\d+)\."
@@ -80,7 +71,7 @@ class Linear:
 class Plan:
     """Says what becomes of each tensor of a checkpoint."""
 
-    scheme: str  # a key of PRESETS
+    scheme: str  # as on the command line, such as fp8-dynamic
     quantized: dict[str, tuple[Linear, ...]]
     """Tensor name -> the linears that it becomes."""
     kept: dict[str, str]
@@ -213,13 +204,8 @@ def _ignored_modules(kept: Mapping[str, str], source: Source) -> list[str]:
 
 
 def quantization_scheme(scheme: str) -> QuantizationScheme:
-    """Returns compressed-tensors' preset for all linears, with the format of their tensors."""
-    preset = preset_name_to_scheme(PRESETS[scheme], ["Linear"])
-    if scheme == "w4a16":
-        assert preset.weights is not None
-        preset.weights.group_size = INT4_GROUP_SIZE
-    preset.format = infer_module_format(torch.nn.Linear, preset)
-    return preset
+    """Returns compressed-tensors' preset of a scheme for all linears."""
+    return Scheme[scheme.upper().replace("-", "_")].for_all_linears()
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:

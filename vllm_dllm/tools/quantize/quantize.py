@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,16 +44,6 @@ COPIED = (
     *("generation_config.json", "chat_template*", "*processor_config.json", "LICENSE*"),
 )
 """Patterns of the files that are copied as they are."""
-
-
-@dataclass(frozen=True)
-class Scales:
-    """The ranges of weights and inputs. Quantising the first shard needs those of all shards."""
-
-    weight_amax: dict[str, float]
-    """Weight group -> largest magnitude."""
-    input_amax: dict[str, float]
-    """Input group -> largest magnitude; empty for schemes whose inputs are scaled while serving."""
 
 
 def quantize(
@@ -96,14 +85,14 @@ def quantize(
         run.start()
         write_json(ranges_file, weight_amax)
         input_amax = _find_input_amax(checkpoint, prompts, run.partial, progress)
-        scales = Scales(weight_amax, input_amax)
         task = progress.add_task(f"quantising to {plan.scheme}", total=len(source.tensors))
         for name, tensors in source.shards.items():
             if (run.partial / name).exists():  # of a run that was stopped
                 progress.advance(task, len(tensors))
             else:
                 advance = partial(progress.advance, task)
-                _write_shard(source, plan, name, scales, run.partial, advance)
+                shard = _quantize_shard(source, plan, name, weight_amax, input_amax, advance)
+                save_tensors(shard, run.partial / name)
     _write_rest(source, plan, run.partial)
     run.finish()
 
@@ -222,16 +211,16 @@ def _global_scale(amax: float) -> torch.Tensor:
     return generate_gparam(torch.tensor(-amax), torch.tensor(amax))
 
 
-def _write_shard(
+def _quantize_shard(
     source: Source,
     plan: Plan,
     file_name: str,
-    scales: Scales,
-    folder: Path,
+    weight_amax: dict[str, float],  # of all shards, by weight group
+    input_amax: dict[str, float],  # by input group; {}: inputs are scaled while serving
     advance: Callable[[], None],
-) -> None:
-    """Writes one shard into `folder`. Calls `advance` after each tensor. Raises OSError if writing
-    fails."""
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one shard of the quantised checkpoint. Calls `advance` after each of
+    the source's."""
     scheme = quantization_scheme(plan.scheme)
     shard: dict[str, torch.Tensor] = {}
     with open_shard(source.path / file_name) as file:
@@ -241,15 +230,15 @@ def _write_shard(
                 parts = quantize_linear(
                     _linear_weight(weight, linear),
                     scheme,
-                    scales.weight_amax[linear.weight_group],
-                    scales.input_amax.get(linear.input_group),
+                    weight_amax[linear.weight_group],
+                    input_amax.get(linear.input_group),
                 )
                 for part, tensor in parts.items():
                     shard[f"{linear.module}.{part}"] = tensor.contiguous()
             if name in plan.kept:
                 shard[name] = weight
             advance()
-    save_tensors(shard, folder / file_name)
+    return shard
 
 
 def _write_rest(source: Source, plan: Plan, folder: Path) -> None:

@@ -18,16 +18,15 @@ from rich.progress import Progress
 
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import resumable
-from vllm_dllm.tools.evaluate import serving
+from vllm_dllm.tools.evaluate import choose_serve_options, run_server
 from vllm_dllm.tools.evaluate.harness import PromptSettings, evaluate, redirect_library_logs
-from vllm_dllm.tools.evaluate.provenance import describe_machine, sha256_sums
+from vllm_dllm.tools.evaluate.report import describe_machine, sha256_sums
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.server_process import check_checkpoint, log_folder
 from vllm_dllm.tools.terminal import make_console, print_table, progress_bars
 from vllm_dllm.tools.tune import report
 from vllm_dllm.tools.tune.report import Confirmed, Findings, choose_settings
-from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
-from vllm_dllm.tools.tune.space import Space, Value
+from vllm_dllm.tools.tune.search import Measured, Space, Tried, Value, pareto_front, search
 
 LEAST_PROMPTS = 8  # of a task, for both halves together
 WORKING_FILES = TRIALS_FILE, CONFIRMED_FILE = "trials.log", "confirmed.json"
@@ -76,12 +75,12 @@ def run(checkpoint: Path, **options: Any) -> None:
     with log_folder("tune") as logs:
         redirect_library_logs(logs)
         task = _load_task(settings)
-        serve_options = serving.serve_options({settings.task: task}, settings.serve_options)
+        serve_options = choose_serve_options({settings.task: task}, settings.serve_options)
         if own := space.server_settings:
             serve_options = [*serve_options, "--additional-config", json.dumps({"vllm_dllm": own})]
         run.start()
         with (
-            serving.run_server(checkpoint, serve_options, console, logs) as port,
+            run_server(checkpoint, serve_options, console, logs) as port,
             progress_bars(console) as progress,
         ):
             measure = _make_measure(task, str(checkpoint), port, settings, logs)

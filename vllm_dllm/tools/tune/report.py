@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_dllm.tools.evaluate.provenance import command
+from vllm_dllm.tools.evaluate.report import command
 from vllm_dllm.tools.tune.search import Measured, Tried
 
 Z_95, Z_97_5 = 1.959964, 2.241403  # normal quantiles of two-sided 95% and 97.5% intervals

@@ -11,9 +11,9 @@ from vllm.model_executor.kernels import linear as vllm_kernels
 from vllm.platforms import PlatformEnum
 
 from tests import tolerances
+from vllm_dllm.cpu import experts, formats
 from vllm_dllm.cpu.compat.kernels import prefer_linear_kernel
 from vllm_dllm.cpu.compat.ops import Int8Weights, check_int8_support, int8_sums_are_exact
-from vllm_dllm.cpu.quantization import experts, formats
 from vllm_dllm.cpu.quantization.linear import CpuFp8LinearKernel
 
 FP8 = torch.float8_e4m3fn
@@ -60,7 +60,7 @@ def scaled(
 
 def of_fp8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
     (first, second), meant = scaled(FP8, 100.0)
-    return lambda *rows: experts.quantized_experts(*rows, "fp8", [*first], [*second]), meant
+    return lambda *rows: experts.compute_experts(*rows, "fp8", [*first], [*second]), meant
 
 
 def of_int8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
@@ -72,7 +72,7 @@ def of_int8(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch
             [each.handles, values[..., :0]]
             for each, (values, _) in zip(packed, stored, strict=True)
         )
-        return experts.quantized_experts(*rows, "int8", first, second)
+        return experts.compute_experts(*rows, "int8", first, second)
 
     return run, meant
 
@@ -88,7 +88,7 @@ def of_int4(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], list[torch
 
     *first, up = weights(2 * INNER, HIDDEN, 0)
     *second, down = weights(HIDDEN, INNER, 10)
-    return lambda *rows: experts.quantized_experts(*rows, "int4", first, second), [up, down]
+    return lambda *rows: experts.compute_experts(*rows, "int4", first, second), [up, down]
 
 
 # (what is served, by what share of a row's largest number its inputs are rounded)

@@ -25,8 +25,7 @@ from tests.unit.tools.stub_server import STUB, write_checkpoint
 from vllm_dllm import cli
 from vllm_dllm.tools import demo, server_process
 from vllm_dllm.tools.demo import drawing
-from vllm_dllm.tools.demo.drawing import Step
-from vllm_dllm.tools.demo.picture import save_picture, select_evenly
+from vllm_dllm.tools.demo.drawing import Step, save_picture, select_evenly
 from vllm_dllm.tools.demo.questions import (
     PICTURE_QUESTIONS,
     TEXT_QUESTIONS,

@@ -18,17 +18,17 @@ from vllm_dllm.cli import main
 from vllm_dllm.drafters.blockpilot import HIDDEN_SIZES, PredictorConfig, load_predictor
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools.drafter import calibrate, measurements
-from vllm_dllm.tools.drafter.calibrate import train_predictor
+from vllm_dllm.tools.drafter.calibrate import build_report, describe, train_predictor
 from vllm_dllm.tools.drafter.measurements import (
     Measurements,
+    Replayed,
     candidate_sizes,
     measure,
     measure_in_parts,
+    replay,
     split_prompts,
 )
-from vllm_dllm.tools.drafter.offline import Replayed, replay
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target
-from vllm_dllm.tools.drafter.report import build_report, describe
 from vllm_dllm.tools.drafter.sequences import complete
 
 pytestmark = pytest.mark.numerics

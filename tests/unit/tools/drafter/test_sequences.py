@@ -16,7 +16,6 @@ from torch import Tensor
 from checkpoints.recipes.tokenizer import EOS_ID
 from tests import tolerances
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.checkpoint_config import read_tokenizer
 from vllm_dllm.tools.drafter import sequences
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target, load_drafter, save_drafter
 from vllm_dllm.tools.drafter.sequences import (
@@ -26,6 +25,7 @@ from vllm_dllm.tools.drafter.sequences import (
     make_server_completer,
     read_prompts,
 )
+from vllm_dllm.tools.inputs import read_tokenizer
 
 MAX_TOKENS = 6
 

@@ -22,12 +22,12 @@ from tests.unit.config.test_files import room_for
 from vllm_dllm import cli
 from vllm_dllm.drafters.buffer import BlockBuffer
 from vllm_dllm.errors import InputError
-from vllm_dllm.tools.checkpoint_config import read_config
 from vllm_dllm.tools.drafter import fit, train
 from vllm_dllm.tools.drafter.blocks import Blocks, block_logits, make_blocks
 from vllm_dllm.tools.drafter.fit import TrainingOptions
 from vllm_dllm.tools.drafter.reference import DFlashDrafter, Target, load_drafter, load_target
 from vllm_dllm.tools.drafter.sequences import KnownSequence, complete, read_prompts
+from vllm_dllm.tools.inputs import read_config
 
 pytestmark = pytest.mark.numerics
 

@@ -23,7 +23,7 @@ from tests.unit.tools.stub_server import ROWS, STUB, write_checkpoint, write_tas
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import evaluate
-from vllm_dllm.tools.evaluate import report, serving
+from vllm_dllm.tools.evaluate import report
 from vllm_dllm.tools.evaluate.report import Row, save_plot
 from vllm_dllm.tools.evaluate.tasks import load_tasks
 from vllm_dllm.tools.terminal import print_table
@@ -43,7 +43,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         assert "vllm_dllm.tools.scrape.WeightSizes" in options
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-    monkeypatch.setattr(serving, "serve_command", command)
+    monkeypatch.setattr(evaluate, "serve_command", command)
     return lambda name, answers: str(write_checkpoint(tmp_path / name, ROWS | answers))
 
 
@@ -90,7 +90,7 @@ def test_servers_are_asked_without_a_proxy(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    serving.ask_without_proxy()
+    evaluate.ask_without_proxy()
     assert os.environ["no_proxy"] == inside
 
 

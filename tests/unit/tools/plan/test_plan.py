@@ -105,7 +105,7 @@ def test_requests_that_fit(folder_26b: Path) -> None:
     """Their memory does, and one more's would not."""
     found = capacity.make_plan(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="auto")
     each = found.kv + found.state
-    taken = found.weights + found.workspace + found.sampling
+    taken = found.weights + capacity.WORKSPACE + capacity.SAMPLING
     assert taken + found.max_requests * each <= found.memory
     assert taken + (found.max_requests + 1) * each > found.memory
     fp8 = capacity.make_plan(folder_26b, 80, context=8192, ranks=1, kv_cache_dtype="fp8")

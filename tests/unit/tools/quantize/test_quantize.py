@@ -16,7 +16,7 @@ from tests import tolerances
 from tests.unit.tools.quantize.quantized_files import INDEX, LAYER, read
 from vllm_dllm import cli
 from vllm_dllm.config.architectures import DIFFUSION_GEMMA
-from vllm_dllm.cpu.quantization.formats import decode_int4, decode_nvfp4
+from vllm_dllm.cpu.formats import decode_int4, decode_nvfp4
 from vllm_dllm.quantization.schemes import GROUP_SIZE, INT4_GROUP_SIZE
 from vllm_dllm.quantization.weight_files import TensorInfo
 from vllm_dllm.tools.quantize import calibrate as calibrate_module

@@ -25,11 +25,9 @@ from vllm_dllm.config.extension import ExtensionConfig
 from vllm_dllm.config.masked import check_asked_blocks, check_verified
 from vllm_dllm.errors import InputError
 from vllm_dllm.requests.options import server_defaults
-from vllm_dllm.tools import tune
-from vllm_dllm.tools.evaluate import serving
+from vllm_dllm.tools import evaluate, tune
 from vllm_dllm.tools.tune.report import difference_interval, mean_interval
-from vllm_dllm.tools.tune.search import Measured, Tried, pareto_front, search
-from vllm_dllm.tools.tune.space import Space
+from vllm_dllm.tools.tune.search import Measured, Space, Tried, pareto_front, search
 
 ROWS = {f"Count to {n}.": str(n) for n in range(1, 17)}
 """An answer needs as many steps as it says. The odd ones are searched with."""
@@ -48,7 +46,7 @@ def run_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
     def command(checkpoint: Path, port: int, *options: str) -> list[str]:
         return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
-    monkeypatch.setattr(serving, "serve_command", command)
+    monkeypatch.setattr(evaluate, "serve_command", command)
     options = ["--task", "task.yaml", "--trials", str(TRIALS), "--concurrency", "4"]
     return lambda *further: cli.main(["tune", "model", *options, *further])
 
