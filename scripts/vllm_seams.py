@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import vllm_dllm
-from scripts.seams import OF_SOME_VERSIONS, REPLACED, SEAMS, SIGNATURES
-from vllm_dllm.compat.patching import PATCHES
+from scripts.seams import SEAMS, SIGNATURES, Seam
+from vllm_dllm.compat.patches import PATCHES, Patch
 from vllm_dllm.compat.version import is_at_least
 from vllm_dllm.cpu.kernels import NATIVE_KERNELS
 
@@ -107,20 +107,16 @@ class Sources:
         return None if found is None or isinstance(found, ast.ClassDef) else found.args
 
 
-def concerns_version(version: str, since: str = "0", until: str | None = None) -> bool:
-    """Whether what is there from version `since` on, and before `until`, is in this one of vLLM."""
-    return is_at_least(since, version) and (until is None or not is_at_least(until, version))
-
-
-def replaced_names(version: str) -> list[str]:
-    """Returns the names that we replace in this version of vLLM."""
-    return [p for p in PATCHES if concerns_version(version, *OF_SOME_VERSIONS.get(p, ()))]
+def concerns_version(what: Seam | Patch, version: str) -> bool:
+    """Whether a seam or patch concerns this version of vLLM."""
+    begun = is_at_least(what.since, version)
+    return begun and (what.until is None or not is_at_least(what.until, version))
 
 
 def moved_seams(sources: Sources) -> Iterator[str]:
     """Yields seams that are gone or no longer say what they must."""
     for seam in SEAMS:
-        if not concerns_version(sources.version, seam.since, seam.until):
+        if not concerns_version(seam, sources.version):
             continue
         text = sources.text(seam.place)
         if text is None:
@@ -133,11 +129,12 @@ def changed_signatures(sources: Sources) -> Iterator[str]:
     """Yields functions that we replace or call and whose parameters have changed, and other names
     that we replace and that are gone."""
     expected_of = dict(SIGNATURES)
-    for target in replaced_names(sources.version):
-        if target in REPLACED:
-            expected_of[sources.home(target)] = REPLACED[target]
-        elif not sources.binds(target.removesuffix("[]")):
-            yield f"vllm.{target} is gone"
+    for patch in PATCHES:
+        if concerns_version(patch, sources.version):
+            if patch.takes is not None:
+                expected_of[sources.home(patch.target)] = patch.takes
+            elif not sources.binds(patch.target.removesuffix("[]")):
+                yield f"vllm.{patch.target} is gone"
     for place, expected in expected_of.items():
         if (found := sources.parameters(place)) is None:
             yield f"vllm.{place} is gone"

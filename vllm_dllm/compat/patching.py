@@ -1,8 +1,7 @@
-"""Replaces names of vLLM's with ours while a process runs: the only way in which this project does.
+"""Replaces names of vLLM's with ours: the only way in which this project does, by the table
+`patches`.
 
-`PATCHES` has all names. `docs/upstream/README.md` says of each what needs it, and which change of
-vLLM would end it; `scripts/seams` has parameters of replaced functions. A test,
-`tests/unit/compat/test_patches.py`, compares vLLM before and after, so a name that is replaced in
+`tests/unit/compat/test_patches.py` compares vLLM before and after, so a name that is replaced in
 another way does not stay unnoticed.
 """
 
@@ -12,61 +11,10 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
-EVERYWHERE = (
-    "v1.engine.input_processor:InputProcessor.process_inputs",
-    "v1.engine.input_processor:InputProcessor.resolve_watermarking",
-    "model_executor.models.config:MODELS_CONFIG_MAP[]",
-    "engine.arg_utils:EngineArgs.create_engine_config",
-    "v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
-    "v1.metrics.loggers:PrometheusStatLogger._spec_decoding_cls",
-    "v1.metrics.stats:SchedulerStats.__annotations__[]",
-)
-SERVER = (
-    "v1.engine.async_llm:AsyncLLM.generate",
-    "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
-    "entrypoints.launchers.app:init_exception_handler",
-    "entrypoints.serve.engine.protocol:UsageInfo.__init__",
-    "entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_logprobs",
-    "entrypoints.openai.completion.serving:OpenAIServingCompletion._create_completion_logprobs",
-    "parser.parser_manager:ParserManager.get_parser",
-    "v1.engine.logprobs:convert_ids_list_to_tokens",
-    "v1.engine.async_llm:AsyncLLM.shutdown",
-    "v1.engine.async_llm:AsyncLLM.check_admission",
-    "entrypoints.launchers.launcher:NoSignalServer.shutdown",
-    "entrypoints.launchers.launcher:create_server_socket",
-)
-ENGINE = ("v1.engine.core:EngineCore.post_step",)
-WORKER = (
-    "v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE",
-    "v1.worker.gpu.model_runner:init_speculator",
-    "model_executor.models.bailing_moe:FusedMoEFactory",
-)
-CPU = (
-    "config.vllm:VllmConfig.use_v2_model_runner",
-    "config.vllm:VllmConfig._validate_v2_model_runner",
-    "v1.worker.gpu_worker:HAS_TRITON",
-    "triton_utils:triton.jit",
-    "triton_utils:triton.next_power_of_2",
-    "v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
-    "compilation.decorators:_try_load_aot_compiled_fn",
-    "distributed.device_communicators.shm_broadcast:SpinCondition.__init__",
-    "v1.executor.multiproc_executor:OMPProcessManager",
-    "v1.engine.utils:CoreEngineProcManager.__init__",
-    "v1.engine.utils:get_mp_context",
-    "v1.executor.multiproc_executor:get_mp_context",
-    "platforms.cpu:CpuPlatform.get_device_communicator_cls",
-    "platforms.cpu:CpuPlatform.get_punica_wrapper",
-    "lora.model_manager:get_supported_lora_modules",
-    "model_executor.layers.fused_moe.oracle.unquantized:backend_to_kernel_cls",
-    "model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS[]",
-    "model_executor.kernels.linear:_POSSIBLE_INT8_KERNELS[]",
-    "model_executor.kernels.linear:_POSSIBLE_KERNELS[]",
-)
-PATCHES = (*EVERYWHERE, *SERVER, *ENGINE, *WORKER, *CPU)
-"""Names that are replaced in every process, in API servers, in engines, in workers and on CPUs, as
-"module:name" or "module:Class.name" below `vllm`. With `[]`: an entry of that dictionary."""
+from vllm_dllm.compat.patches import PATCHES, SERVER
 
+_TARGETS = {patch.target for patch in PATCHES}
+_OF_SERVERS = {patch.target for patch in SERVER}
 _made: dict[str, list[tuple[Any, Any]]] = {}  # by target: pairs of vLLM's own and our replacement
 
 
@@ -77,15 +25,15 @@ def is_server() -> bool:
 
 def patch(target: str, make: Callable[[Any], Any]) -> None:
     """Replaces `target` of vLLM's by `make(stock)`, where `stock` is vLLM's own also after an
-    earlier call. Does nothing for those of `SERVER` in a process that is no server.
+    earlier call. Does nothing for rows of `patches.SERVER` in a process that is no server.
 
     Args:
-        target: one of `PATCHES`.
+        target: "module:name" or "module:Class.name" below `vllm`, as in the table.
         make: returns a function, or whatever else `target` is. It gets a property or a
             staticmethod where vLLM has one.
     """
-    assert target in PATCHES, f"{target} must be in PATCHES"
-    if target in SERVER and not is_server():
+    assert target in _TARGETS, f"{target} must be in compat/patches.py"
+    if target in _OF_SERVERS and not is_server():
         return
     owner, name = resolve_target(target)
     stock = get_stock(target)
@@ -119,7 +67,7 @@ def get_stock(target: str) -> Any:
 
 
 def set_entry(target: str, key: Any, value: Any) -> None:
-    """Sets the entry `key` of vLLM's dictionary `target`, which must be in `PATCHES`."""
+    """Sets the entry `key` of vLLM's dictionary `target`, which must be in the table."""
     _dictionary(target)[key] = value
 
 
@@ -143,8 +91,8 @@ def temporarily_patch(target: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def _dictionary(target: str) -> Any:
-    """Returns vLLM's dictionary `target`, which must be in `PATCHES`."""
-    assert f"{target}[]" in PATCHES, f"{target}[] must be in PATCHES"
+    """Returns vLLM's dictionary `target`, which must be in the table."""
+    assert f"{target}[]" in _TARGETS, f"{target}[] must be in compat/patches.py"
     owner, name = resolve_target(target)
     return getattr(owner, name)
 

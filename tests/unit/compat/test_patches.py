@@ -1,30 +1,23 @@
-"""What this project replaces in vLLM is what `patching.PATCHES` says: no name more, none less."""
+"""What this project replaces in vLLM is what `compat/patches.py` says: no name more, none less."""
 
 import ast
 import inspect
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import vllm
 
-from scripts.seams import OF_SOME_VERSIONS, REPLACED
-from scripts.vllm_seams import replaced_names
+from scripts import upstream_table
+from scripts.vllm_seams import concerns_version
 from tests.paths import ROOT
 from tests.processes import output_of
-from vllm_dllm.compat.patching import CPU, ENGINE, EVERYWHERE, PATCHES, SERVER, WORKER, get_stock
+from vllm_dllm.compat.patches import CPU, MOST, PATCHES
+from vllm_dllm.compat.patching import get_stock
 
 PACKAGE = ROOT / "vllm_dllm"
-MOST = 43
-"""Names that may be replaced. One more has to take the place of another."""
-ROOMS = {
-    "In every process": EVERYWHERE,
-    "In API servers": SERVER,
-    "In engines": ENGINE,
-    "In workers": WORKER,
-    "On CPUs": CPU,
-}
 
 ONLY_DURING_A_CALL = {
     "v1.engine.utils:get_mp_context",
@@ -167,38 +160,22 @@ REGISTERED = {
 def test_what_is_replaced_is_in_the_table(platform: str) -> None:
     printed = output_of("-c", IN_A_FRESH_PROCESS, platform, cwd=ROOT)
     found = json.loads(printed.splitlines()[-1])
-    expected = set(replaced_names(vllm.__version__)) - ONLY_DURING_A_CALL
+    expected = {patch.target for patch in PATCHES if concerns_version(patch, vllm.__version__)}
+    expected -= ONLY_DURING_A_CALL
     if platform == "gpu":
-        expected -= set(CPU)
+        expected -= {patch.target for patch in CPU}
         assert found["cpu"] == [], "a GPU's processes import nothing of a CPU's"
     assert set(found["changed"]) - REGISTERED == expected
 
 
 def test_the_table_is_short() -> None:
-    assert len(PATCHES) == len(set(PATCHES)) <= MOST
-    assert {*REPLACED, *OF_SOME_VERSIONS} <= set(PATCHES)
+    assert max(Counter(patch.target for patch in PATCHES).values()) == 1
+    assert len(PATCHES) <= MOST
 
 
-def test_the_docs_show_each_name_with_why_and_what_would_end_it() -> None:
-    _, _, rest = (
-        (ROOT / "docs" / "upstream" / "README.md").read_text().partition("<!-- patches -->")
-    )
-    number, _, *lines = rest.partition("<!-- end of patches -->")[0].strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
-    assert number == f"{len(PATCHES)} names:"
-    assert [row[0] for row in rows] == [
-        cell for room, targets in ROOMS.items() for cell in (f"**{room}**", *map(describe, targets))
-    ]
-    assert all(len(row) == 3 and all(row) for row in rows if not row[0].startswith("**"))
-
-
-def describe(target: str) -> str:
-    """How the docs show a name."""
-    module, _, name = target.partition(":")
-    entry = "an entry of " if name.endswith("[]") else ""
-    since, until = OF_SOME_VERSIONS.get(target, ("0", None))
-    versions = f" (from {since})" if since != "0" else f" (before {until})" if until else ""
-    return f"{entry}`{name.removesuffix('[]')}` in `{module}`{versions}"
+def test_the_docs_show_it() -> None:
+    page = upstream_table.PAGE.read_text()
+    assert page == upstream_table.replace_table(page), "run scripts/upstream_table.py"
 
 
 def test_every_name_is_replaced_through_the_table() -> None:
