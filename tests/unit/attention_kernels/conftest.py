@@ -1,4 +1,4 @@
-"""The Triton version, for all tests of the kernels. They need PyTorch and Triton alone."""
+"""These tests need PyTorch and Triton alone; vLLM may be absent."""
 
 from types import ModuleType
 
