@@ -11,7 +11,9 @@ in bench/results/<machine>/. Nine minutes on two cores, and four more the first 
 
 import argparse
 import json
+import os
 import random
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,16 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import dummy_checkpoint, harness, workload
-from bench.cores_systems import OURS, TRANSFORMERS
+from bench.engine import CanvasEngine
 from bench.system import Call, taking_turns
 
-RESERVED, DEFAULT = "a core reserved", "default"
-ARGUMENTS = {
-    RESERVED: ["--system", OURS, "--reserved", "1"],
-    DEFAULT: ["--system", OURS],
-    TRANSFORMERS: ["--system", TRANSFORMERS],
+RESERVED, DEFAULT, TRANSFORMERS = "a core reserved", "default", "transformers"
+SYSTEMS: dict[str, tuple[str, dict[str, str]]] = {
+    RESERVED: ("bench.cores:CoresEngine", {"reserved": "1"}),
+    DEFAULT: ("bench.cores:CoresEngine", {}),
+    TRANSFORMERS: ("bench.transformers_generate:Reference", {}),
 }
+MAX_REQUESTS = 32
 SHIPPED, LARGE = "shipped", "267M"
 PROMPTS = {1: 32, 8: 64, 32: 128}  # of the shipped checkpoint, by requests at once
 STEPS = {1: 8, 8: 4, 32: 3}  # of the large one
@@ -40,6 +43,30 @@ BAR_OVER_LLAMA_CPP, BAR_OVER_TRANSFORMERS, BAR_OVER_RESERVED = 1.8, 2.0, 0.97
 
 Cells = dict[str, dict[str, dict[str, Any]]]
 """[system][requests at once] -> medians and spreads."""
+
+
+class CoresEngine(CanvasEngine):
+    def __init__(
+        self, checkpoint: str, canvas_length: int, dtype: str, reserved: str | None = None
+    ) -> None:
+        """`reserved`: cores that vLLM leaves alone."""
+        if reserved is not None:
+            os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = reserved
+        super().__init__(
+            checkpoint,
+            canvas_length,
+            dtype=dtype,
+            max_num_seqs=MAX_REQUESTS,
+            max_num_batched_tokens=MAX_REQUESTS * canvas_length + 2048,
+            worker_extension_cls="bench.full_shape_engine.WorkerProbe",
+        )
+
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Adds the median step, timed in the worker from the start of one to that of the next."""
+        ask = self.llm.collective_rpc
+        first = ask("num_forwards")[0]
+        found = super().run(*args, **kwargs)
+        return {**found, "ms_per_step": statistics.median(ask("steps_ms", args=(first,))[0])}
 
 
 def measure_shipped(rounds: int, requests: list[int]) -> Cells:
@@ -59,7 +86,7 @@ def measure_shipped(rounds: int, requests: list[int]) -> Cells:
 
     with taking_turns(_commands(checkpoint, canvas, "float32")) as (_, call):
         # Also the warm-up.
-        right = {name: asked.accuracy(run(call, name, 32)["outputs"]) for name in ARGUMENTS}
+        right = {name: asked.accuracy(run(call, name, 32)["outputs"]) for name in SYSTEMS}
         for name in (RESERVED, DEFAULT):
             harness.require_accuracy(right[name], right[TRANSFORMERS], MAX_POINTS_BELOW)
         return _cells({n: [_turn(call, run, n) for _ in range(rounds)] for n in requests})
@@ -83,7 +110,7 @@ def measure_large(rounds: int, requests: list[int]) -> Cells:
         dummy_checkpoint.write(Path(folder), LARGE, "bf16", STEPS[1])
         dummy_checkpoint.add_weights(Path(folder))
         with taking_turns(_commands(Path(folder), canvas, "bfloat16")) as (_, call):
-            for name in ARGUMENTS:
+            for name in SYSTEMS:
                 run(call, name, 1)  # warms up
             # Many requests take long, and their steps differ less.
             return _cells(
@@ -91,15 +118,15 @@ def measure_large(rounds: int, requests: list[int]) -> Cells:
             )
 
 
-def _commands(checkpoint: Path, canvas: int, dtype: str) -> dict[str, tuple[str, list[str]]]:
-    common = [str(checkpoint), "--canvas-length", str(canvas), "--dtype", dtype]
-    return {name: ("bench.cores_systems", [*common, *own]) for name, own in ARGUMENTS.items()}
+def _commands(checkpoint: Path, canvas: int, dtype: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    common = {"checkpoint": str(checkpoint), "canvas_length": canvas, "dtype": dtype}
+    return {name: (kind, common | own) for name, (kind, own) in SYSTEMS.items()}
 
 
 def _turn(call: Call, run: Any, count: int) -> dict[str, dict[str, float]]:
     """One run of each system."""
     found = {}
-    for name in ARGUMENTS:
+    for name in SYSTEMS:
         if (result := run(call, name, count)) is not None:
             found[name] = {
                 "ms_per_step": result["ms_per_step"],
@@ -121,31 +148,27 @@ def _cells(turns: dict[int, list[dict[str, dict[str, float]]]]) -> Cells:
             for count, of_count in turns.items()
             if name in of_count[0]
         }
-        for name in ARGUMENTS
+        for name in SYSTEMS
     }
 
 
 def bars(results: dict[str, Cells]) -> list[dict[str, Any]]:
     """What we ask of the choice, and whether it is met."""
     found = []
-
-    def ask(of: str, ratio: float, bar: float) -> None:
-        found.append({"of": of, "ratio": ratio, "bar": bar, "met": ratio >= bar})
-
     for model, cells in results.items():
         for count, default in cells[DEFAULT].items():
             reserved = cells[RESERVED][count]["tokens_per_second"]["median"]
             ratio = default["tokens_per_second"]["median"] / reserved
-            ask(f"{model}, {count} at once, over a core reserved", ratio, BAR_OVER_RESERVED)
+            what = f"{model}, {count} at once, over a core reserved"
+            found.append(harness.bar(what, ratio, at_least=BAR_OVER_RESERVED))
     if (large := results.get(LARGE)) and "1" in large[DEFAULT]:
         step = large[DEFAULT]["1"]["ms_per_step"]["median"]
         theirs = large[TRANSFORMERS]["1"]["ms_per_step"]["median"]
-        ask(f"{LARGE}, a step, over transformers", theirs / step, BAR_OVER_TRANSFORMERS)
-        ask(
-            f"{LARGE}, a step, over llama.cpp's {LLAMA_CPP_MS} ms on an EPYC",
-            LLAMA_CPP_MS / step,
-            BAR_OVER_LLAMA_CPP,
-        )
+        for than, ms, least in (
+            ("transformers", theirs, BAR_OVER_TRANSFORMERS),
+            (f"llama.cpp's {LLAMA_CPP_MS} ms on an EPYC", LLAMA_CPP_MS, BAR_OVER_LLAMA_CPP),
+        ):
+            found.append(harness.bar(f"{LARGE}, a step, over {than}", ms / step, at_least=least))
     return found
 
 
@@ -153,11 +176,11 @@ def print_table(results: dict[str, Cells]) -> None:
     """In Markdown, as LOG.md has it."""
     table = Table(box=box.MARKDOWN)
     table.add_column("model, at once")
-    for name in ARGUMENTS:
+    for name in SYSTEMS:
         table.add_column(f"{name}: ms per step (tokens/s)", justify="right")
     for model, cells in results.items():
         for count in cells[DEFAULT]:
-            row = [cells[name].get(count) for name in ARGUMENTS]
+            row = [cells[name].get(count) for name in SYSTEMS]
             table.add_row(f"{model}, {count}", *(_show(cell) if cell else "" for cell in row))
     Console(width=140).print(table)
 
@@ -179,9 +202,7 @@ def main() -> None:
     results = {model: measure[model](args.rounds, args.requests) for model in args.models}
     found = bars(results)
     print_table(results)
-    for bar in found:
-        met = "met" if bar["met"] else "MISSED"
-        print(f"{bar['of']}: {bar['ratio']:.2f}, bar {bar['bar']:g} {met}")
+    harness.print_bars(found)
     report = {"bench": "cores", "machine": machine, "results": results, "bars": found}
     harness.publish(report, args.out / "cores.json")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench import cpu_sizes_growth, cpu_sizes_report, harness, workload
 from bench.cpu_sizes_checkpoints import FORMATS, make, shipped
-from bench.cpu_sizes_systems import TRANSFORMERS
+from bench.cpu_sizes_report import TRANSFORMERS
 from bench.dummy_checkpoint import CANVAS
 from bench.system import Call, taking_turns
 
@@ -60,7 +60,7 @@ def check(formats: list[str]) -> dict[str, float]:
     right = {}
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = shipped(Path(folder), formats)
-        commands = {TRANSFORMERS: _command(SHIPPED, "fp32", canvas, TRANSFORMERS)}
+        commands = {TRANSFORMERS: _command(SHIPPED, "fp32", canvas, is_theirs=True)}
         for name, path in checkpoints.items():
             commands[name] = _command(path, name, canvas, is_eager=True)
         for name, command in commands.items():
@@ -80,12 +80,13 @@ def check(formats: list[str]) -> dict[str, float]:
 
 
 def _command(
-    checkpoint: Path, name: str, canvas: int, system: str = "", is_eager: bool = False
-) -> tuple[str, list[str]]:
-    """What `taking_turns` starts: a checkpoint in a format."""
-    own = [*(["--system", system] if system else []), *(["--eager"] if is_eager else [])]
-    common = [str(checkpoint), "--canvas-length", str(canvas), "--dtype", FORMATS[name].dtype]
-    return "bench.cpu_sizes_systems", [*common, *own]
+    checkpoint: Path, name: str, canvas: int, is_eager: bool = False, is_theirs: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """What `taking_turns` starts: a checkpoint in a format, in our engine or in transformers."""
+    own = {"checkpoint": str(checkpoint), "canvas_length": canvas, "dtype": FORMATS[name].dtype}
+    if is_theirs:
+        return "bench.cpu_sizes_systems:SizesReference", own
+    return "bench.cpu_sizes_systems:SizesEngine", own | {"eager": is_eager}
 
 
 def groups(formats: list[str]) -> list[list[str]]:
@@ -106,9 +107,8 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
             commands = {}
             for name in group:
                 of = name.removeprefix(f"{TRANSFORMERS}, ")
-                system = TRANSFORMERS if name != of else ""
                 is_eager = any(FORMATS[other].scheme for other in group if other in FORMATS)
-                commands[name] = _command(checkpoints[of], of, CANVAS, system, is_eager)
+                commands[name] = _command(checkpoints[of], of, CANVAS, is_eager, name != of)
             with taking_turns(commands) as (_, call):
                 found.append(_measure_group(call, shape, group, args))
         sizes = {name: _size(path) for name, path in checkpoints.items()}

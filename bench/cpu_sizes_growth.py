@@ -106,8 +106,14 @@ def _engine(
 ) -> Iterator[Call]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make(Path(folder), AXES[axis], [FORMAT], **changed)[FORMAT]
-        arguments = [str(checkpoint), "--canvas-length", str(canvas)]
-        arguments += ["--dtype", FORMATS[FORMAT].dtype, "--max-num-seqs", str(max_num_seqs)]
-        arguments += ["--max-model-len", str(max_model_len), "--eager"]
-        with taking_turns({FORMAT: ("bench.cpu_sizes_systems", arguments)}) as (_, call):
+        settings = {
+            "checkpoint": str(checkpoint),
+            "canvas_length": canvas,
+            "dtype": FORMATS[FORMAT].dtype,
+            "eager": True,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+        }
+        engine = "bench.cpu_sizes_systems:SizesEngine"
+        with taking_turns({FORMAT: (engine, settings)}) as (_, call):
             yield call

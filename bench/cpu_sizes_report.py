@@ -7,9 +7,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu_sizes_systems import TRANSFORMERS
+from bench import harness
 
-SMALLEST = "4M"
+TRANSFORMERS, SMALLEST = "transformers", "4M"
 OF_BF16 = {  # of the speed at least, of the memory at most
     "fp8": (0.95, 0.6),
     "int8": (0.95, 0.6),
@@ -28,11 +28,6 @@ LABELS = {
 def bars(shapes: dict[str, Any]) -> list[dict[str, Any]]:
     """What is asked of the numbers, and whether it is met."""
     found: list[dict[str, Any]] = []
-
-    def ask(of: str, ratio: float, bar: float, is_least: bool = True) -> None:
-        met = ratio >= bar if is_least else ratio <= bar
-        found.append({"of": of, "ratio": ratio, "bar": bar, "met": met})
-
     for shape, measured in shapes.items():
         for number, group in enumerate(measured["groups"]):
             smallest = shapes.get(SMALLEST, measured)["groups"][number]
@@ -40,16 +35,19 @@ def bars(shapes: dict[str, Any]) -> list[dict[str, Any]]:
                 theirs = group.get(f"{TRANSFORMERS}, {name}", {})
                 for count, bar in OVER_TRANSFORMERS.items():
                     if (ratio := _faster(cells, theirs, count)) is not None:
-                        ask(f"{shape}, {name}, {count} at once, over transformers", ratio, bar)
+                        what = f"{shape}, {name}, {count} at once, over transformers"
+                        found.append(harness.bar(what, ratio, at_least=bar))
                 if name not in OF_BF16 or "bf16" not in group:
                     continue
                 speed, memory = OF_BF16[name]
                 for count in OVER_TRANSFORMERS:
                     if (ratio := _faster(cells, group["bf16"], count)) is not None:
-                        ask(f"{shape}, {name}, {count} at once, over bf16", ratio, speed)
+                        what = f"{shape}, {name}, {count} at once, over bf16"
+                        found.append(harness.bar(what, ratio, at_least=speed))
                 sizes = [_above(group, smallest, of) for of in (name, "bf16")]
                 if sizes[1] > 0:
-                    ask(f"{shape}, {name}, memory", sizes[0] / sizes[1], memory, is_least=False)
+                    what, share = f"{shape}, {name}, memory", sizes[0] / sizes[1]
+                    found.append(harness.bar(what, share, at_most=memory))
     return found
 
 
@@ -89,9 +87,7 @@ def print_tables(report: dict[str, Any]) -> None:
         exponent, fit = found["fit"]["exponent"], found["fit"]
         of = f"{axis} ** {exponent:.2f} from {fit['from']} to {fit['to']}"
         print(f"growth, {found['shape']}, {found['format']}: {of}")
-    for bar in report["bars"]:
-        met = "met" if bar["met"] else "MISSED"
-        print(f"{bar['of']}: {bar['ratio']:.2f}, bar {bar['bar']:g} {met}")
+    harness.print_bars(report["bars"])
 
 
 def _show(cell: dict[str, Any]) -> str:

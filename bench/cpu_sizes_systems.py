@@ -1,19 +1,16 @@
 """The systems of `bench.cpu_sizes`: this project's engine, and transformers, each on all cores."""
 
-import argparse
-import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench import system
 from bench.engine import CanvasEngine
 from bench.full_shape_engine import WorkerProbe
+from bench.transformers_generate import Reference
 
-OURS, TRANSFORMERS = "vllm-dllm", "transformers"
 KV_CACHE_BYTES = 1 << 29  # 32 requests with 10,240 tokens in fp32 take 450 MB of the 267M model
 FIRST_ID, LAST_ID = 10, 2000  # of the drawn prompts; every vocabulary has them
 
@@ -75,8 +72,26 @@ class SizesProbe(WorkerProbe):
 
 
 class SizesEngine(CanvasEngine):
-    def handlers(self) -> Mapping[str, Callable[..., Any]]:
-        return {"run": self.run, "steps": self.steps}
+    def __init__(
+        self,
+        checkpoint: str,
+        canvas_length: int,
+        dtype: str,
+        eager: bool = False,
+        max_num_seqs: int = 32,
+        max_model_len: int = 1024,
+    ) -> None:
+        super().__init__(
+            checkpoint,
+            canvas_length,
+            dtype=dtype,
+            enforce_eager=eager,
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_seqs * canvas_length + 2048,
+            worker_extension_cls="bench.cpu_sizes_systems.SizesProbe",
+        )
 
     def steps(self, count: int, prompt: int, canvas: int, steps: int, seed: int) -> dict[str, Any]:
         """`count` requests at once, each of one canvas that takes `steps` steps. The first also
@@ -101,63 +116,20 @@ class SizesEngine(CanvasEngine):
         }
 
 
-def start_engine(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    engine = SizesEngine(
-        args.checkpoint,
-        args.canvas_length,
-        dtype=args.dtype,
-        enforce_eager=args.eager,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        max_num_batched_tokens=args.max_num_seqs * args.canvas_length + 2048,
-        worker_extension_cls="bench.cpu_sizes_systems.SizesProbe",
-    )
-    return {"system": OURS}, engine.handlers()
-
-
-def start_transformers(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    from bench.transformers_generate import Reference
-
-    class Sizes(Reference):
-        def steps(
-            self, count: int, prompt: int, canvas: int, steps: int, seed: int
-        ) -> dict[str, Any]:
-            """As `SizesEngine.steps`; the prompts have a forward of their own."""
-            self.model.generation_config.max_denoising_steps = steps
-            probe.start_peak_memory()
-            before = len(self._steps_ms)
-            found = self.run(draw_prompts(count, prompt, seed), batch=count, max_tokens=canvas)
-            ended = 1000 * time.perf_counter()
-            begun = self._steps_ms[before:][:steps]
-            return {
-                "steps_ms": [b - a for a, b in pairwise([*begun[1:], ended])],
-                "seconds": found["seconds"],
-                "resident_bytes": resident_bytes(),
-                "peak_bytes": probe.peak_memory(),
-            }
-
-    cores = len(os.sched_getaffinity(0))
-    reference = Sizes(args.checkpoint, args.canvas_length, cores, dtype=args.dtype)
-    probe = WorkerProbe()
-    probe.device = reference.model.device
-    handlers = {"run": reference.run, "steps": reference.steps}
-    return {"system": TRANSFORMERS, "threads": cores}, handlers
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--canvas-length", type=int, required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--system", choices=[OURS, TRANSFORMERS], default=OURS)
-    parser.add_argument("--eager", action="store_true", help="no compiler, for our engine")
-    parser.add_argument("--max-num-seqs", type=int, default=32)
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    args = parser.parse_args()
-    start = start_engine if args.system == OURS else start_transformers
-    system.serve(lambda: start(args))
-
-
-if __name__ == "__main__":
-    main()
+class SizesReference(Reference):
+    def steps(self, count: int, prompt: int, canvas: int, steps: int, seed: int) -> dict[str, Any]:
+        """As `SizesEngine.steps`; the prompts have a forward of their own."""
+        self.model.generation_config.max_denoising_steps = steps
+        probe = WorkerProbe()
+        probe.device = self.model.device
+        probe.start_peak_memory()
+        before = len(self._steps_ms)
+        found = self.run(draw_prompts(count, prompt, seed), batch=count, max_tokens=canvas)
+        ended = 1000 * time.perf_counter()
+        begun = self._steps_ms[before:][:steps]
+        return {
+            "steps_ms": [b - a for a, b in pairwise([*begun[1:], ended])],
+            "seconds": found["seconds"],
+            "resident_bytes": resident_bytes(),
+            "peak_bytes": probe.peak_memory(),
+        }

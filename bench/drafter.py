@@ -6,7 +6,6 @@ Same target, drafter and prompts, greedy, fp32. See bench/README.md.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from bench.system import Call, taking_turns
 from bench.workload import Workload
 from checkpoints.recipes import tasks
 
+ENGINE = "bench.drafter_engine:DraftEngine"
 MIXED, FOREIGN, CONTEXT = "mixed", "foreign", "long context"
 PROMPTS = {1: 32, 4: 64, 16: 128}  # by concurrency
 FOREIGN_TOKENS, CONTEXT_TOKENS = 200, 1700
@@ -47,24 +47,21 @@ def documents(tokenizer: Any, num_tokens: int, count: int) -> Workload:
     return Workload.build(tokenizer, messages, [""] * count, max_tokens=32)
 
 
-def systems(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Arguments of each system's process."""
-    drafter = ["--drafter", str(args.drafter), "--num-drafts", str(args.num_drafts)]
+def systems(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Settings of each system, beside the target."""
+    drafter = {"drafter": str(args.drafter), "num_drafts": args.num_drafts}
+    blockpilot = {"width_policy": "blockpilot", "predictor": str(args.predictor)}
     ours: dict[str, dict[str, Any]] = {
         FIXED: {},
         "acceptance": {"width_policy": "acceptance"},
         "load": {"width_policy": "load", "load_rows": args.load_rows},
-        "blockpilot": {"width_policy": "blockpilot", "predictor": str(args.predictor)},
-        "blockpilot, narrow drafts": {
-            "width_policy": "blockpilot",
-            "predictor": str(args.predictor),
-            "narrow_draft": True,
-        },
+        "blockpilot": blockpilot,
+        "blockpilot, narrow drafts": blockpilot | {"narrow_draft": True},
     }
     return {
-        ALONE: [],
-        STOCK: [*drafter, "--stock"],
-        **{name: [*drafter, "--settings", json.dumps(s)] for name, s in ours.items()},
+        ALONE: {},
+        STOCK: drafter | {"is_stock": True},
+        **{name: drafter | {"settings": own} for name, own in ours.items()},
     }
 
 
@@ -129,10 +126,8 @@ def main() -> None:
     asked = systems(args)
     results: Results = {kind: {name: {} for name in asked} for kind in workloads}
     profiles: dict[str, dict[str, Any]] = {name: {} for name in (ALONE, STOCK, FIXED)}
-    commands = {
-        name: ("bench.drafter_engine", [str(args.target), "--name", name, *arguments])
-        for name, arguments in asked.items()
-    }
+    target = {"target": str(args.target)}
+    commands = {name: (ENGINE, target | settings) for name, settings in asked.items()}
     answers: list[list[int]] = []  # to the first mixed prompts
     with taking_turns(commands) as (_, call):
         for concurrency in args.concurrency:
@@ -154,6 +149,7 @@ def main() -> None:
                     prompts=mixed.prompts[:64],
                     batch=concurrency,
                     max_tokens=mixed.max_tokens,
+                    temperature=0.0,
                 )
                 by_concurrency[str(concurrency)] = summarize(steps)
     mixed_prompts = workloads[MIXED].prompts[: len(answers)]

@@ -45,14 +45,7 @@ def bars(results: Results) -> list[dict[str, Any]]:
                         / by_system[base][concurrency]["answer_tokens_per_second"]["median"]
                     )
                     what = f"{kind}: {name}, times the tokens/s of {base}, {concurrency} at once"
-                    found.append(
-                        {
-                            "what": what,
-                            "at_least": least,
-                            "measured": ratio,
-                            "met": bool(ratio >= least),
-                        }
-                    )
+                    found.append(harness.bar(what, ratio, at_least=least))
     return found
 
 
@@ -78,14 +71,6 @@ def print_results(results: Results) -> None:
                 )
 
 
-def print_bars(found: list[dict[str, Any]]) -> None:
-    for bar in found:
-        print(
-            f"{'met   ' if bar['met'] else 'MISSED'} {bar['what']}: {bar['measured']:.2f} "
-            f"(>= {bar['at_least']:.2f})"
-        )
-
-
 def print_tables(
     results: Results,
     profiles: dict[str, dict[str, Any]],
@@ -101,4 +86,4 @@ def print_tables(
             medians = ", ".join(f"{key} {value['median']:.2f}" for key, value in line.items())
             print(f"  {name}, {concurrency} at once: {medians}")
     print()
-    print_bars(found)
+    harness.print_bars(found)

@@ -8,16 +8,24 @@ which also lands in bench/results/<machine>/.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from bench import harness
-from bench.drafter import CONTEXT, CONTEXT_TOKENS, FOREIGN, FOREIGN_TOKENS, documents, measure
-from bench.drafter_report import ALONE, FIXED, Results, bars, print_bars, print_results
+from bench.drafter import (
+    CONTEXT,
+    CONTEXT_TOKENS,
+    ENGINE,
+    FOREIGN,
+    FOREIGN_TOKENS,
+    documents,
+    measure,
+)
+from bench.drafter_report import ALONE, FIXED, Results, bars, print_results
 from bench.system import taking_turns
 from checkpoints.recipes.drafter.tiny import make_tiny_drafter, randomize_weights
 from checkpoints.recipes.target_model import save_target, target_config
@@ -64,16 +72,12 @@ def main() -> None:
             FOREIGN: documents(tokenizer, FOREIGN_TOKENS, count=64),
             CONTEXT: documents(tokenizer, CONTEXT_TOKENS, count=16),
         }
-        drafts = ["--drafter", str(drafter), "--num-drafts", "15"]
-        settings = json.dumps({"width_policy": ACCEPTANCE})
-        arguments: dict[str, list[str]] = {
-            ALONE: [],
-            FIXED: drafts,
-            ACCEPTANCE: [*drafts, "--settings", settings],
-        }
-        commands = {
-            name: ("bench.drafter_engine", [str(target), "--name", name, *own])
-            for name, own in arguments.items()
+        alone = {"target": str(target)}
+        drafts = alone | {"drafter": str(drafter), "num_drafts": 15}
+        commands: dict[str, tuple[str, dict[str, Any]]] = {
+            ALONE: (ENGINE, alone),
+            FIXED: (ENGINE, drafts),
+            ACCEPTANCE: (ENGINE, drafts | {"settings": {"width_policy": ACCEPTANCE}}),
         }
         results: Results = {kind: {name: {} for name in commands} for kind in workloads}
         with taking_turns(commands) as (_, call):
@@ -88,7 +92,7 @@ def main() -> None:
                     print(f"{kind}, {concurrency} at once: measured", flush=True)
     print_results(results)
     met = bars({kind: {n: by[n] for n in (ALONE, ACCEPTANCE)} for kind, by in results.items()})
-    print_bars(met)
+    harness.print_bars(met)
     report = {
         "bench": "drafter_worst_case",
         "machine": machine,

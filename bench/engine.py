@@ -1,7 +1,6 @@
 """Drives an offline vLLM engine, ours or stock, with a fixed number of requests in flight."""
 
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.step_split import split_parts
@@ -32,9 +31,6 @@ class Engine:
         )
         self.llm = LLM(checkpoint, **defaults | options)
         self._num_requests = 0
-
-    def handlers(self) -> Mapping[str, Callable[..., Any]]:
-        return {"run": self.run, "split": self.split}
 
     def run(
         self, prompts: list[list[int]], batch: int, max_tokens: int, **sampling: Any
@@ -77,11 +73,16 @@ class Engine:
             "counted": {name: value - counters[name] for name, value in self._counters().items()},
         }
 
-    def split(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, float]]:
-        """The parts of every step, prompts decoded one at a time."""
+    def split(
+        self, prompts: list[list[int]], max_tokens: int, batch: int = 1, **sampling: Any
+    ) -> list[dict[str, float]]:
+        """The parts of every step, in ms, `batch` prompts decoded at any time."""
         self.llm.collective_rpc("start_split")
-        self.run(prompts, batch=1, max_tokens=max_tokens)
-        return [split_parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
+        self.run(prompts, batch, max_tokens, **sampling)
+        return [self.parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
+
+    def parts(self, step: dict[str, float]) -> dict[str, float]:
+        return split_parts(step)
 
     def _num_forwards(self) -> int:
         """How often the model has run so far; an engine also steps to report ended requests."""

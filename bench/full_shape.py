@@ -39,7 +39,7 @@ SHIPPED = {
 }
 CHECK_ROWS = 64
 LEAST_RIGHT = 0.92  # the evaluation's lowest is 0.97, on 506 prompts
-MODULE = "bench.full_shape_engine"
+ENGINE = "bench.full_shape_engine:FullShapeEngine"
 SHORT = {OURS: "ours", STOCK: "stock"}  # in names of files
 LONG_CONTEXT = 8192  # tokens, from which on a request has one canvas instead of two
 LONGEST_CONTEXT = 32_768
@@ -87,7 +87,7 @@ def write_checkpoint(shape: str, scheme: str) -> Path:
     return folder
 
 
-def check(scheme: str, options: list[str]) -> float:
+def check(scheme: str, eager: bool) -> float:
     """Share of right answers of the shipped checkpoint; raises Refused if they are too few."""
     from transformers import AutoTokenizer
 
@@ -96,8 +96,8 @@ def check(scheme: str, options: list[str]) -> float:
     asked = workload.every_task(
         AutoTokenizer.from_pretrained(checkpoint), harness.ROOT / "checkpoints" / "held_out.jsonl"
     )
-    arguments = [str(checkpoint), "--canvas-length", str(canvas), *options]
-    with taking_turns({"the shipped checkpoint": (MODULE, arguments)}) as (_, call):
+    settings = {"checkpoint": str(checkpoint), "canvas_length": canvas, "eager": eager}
+    with taking_turns({"the shipped checkpoint": (ENGINE, settings)}) as (_, call):
         prompts = asked.prompts[:CHECK_ROWS]
         run = call("the shipped checkpoint", "run", prompts=prompts, batch=32, max_tokens=128)
     right = asked.accuracy(run["outputs"])
@@ -108,7 +108,7 @@ def check(scheme: str, options: list[str]) -> float:
 
 @contextlib.contextmanager
 def started(
-    commands: dict[str, list[str]], start_by: float, logs: Path
+    commands: dict[str, dict[str, Any]], start_by: float, logs: Path
 ) -> Iterator[tuple[dict[str, System], dict[str, Any]]]:
     """The engines that have started by then, stopped, and what is to report of each. Their logs go
     to the folder `logs`."""
@@ -116,8 +116,8 @@ def started(
     alive: dict[str, System] = {}
     with contextlib.ExitStack() as stack:
         begun = {}
-        for name, arguments in commands.items():
-            begun[name] = System(MODULE, arguments, logs / f"{SHORT[name]}.log")
+        for name, settings in commands.items():
+            begun[name] = System(ENGINE, settings, logs / f"{SHORT[name]}.log")
             stack.callback(begun[name].kill)
         for name, engine in begun.items():
             try:
@@ -264,19 +264,25 @@ def measure_all(
         yield
 
 
-def commands(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
-    """The arguments of each engine."""
+def commands(args: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]]:
+    """The settings of each engine."""
     most = max(cell.concurrency for cell in args.cells)
     # With room for one more canvas: no step is scheduled ahead of one that ends at the limit.
     longest = max(c.context + (c.blocks + 1) * CANVAS for c in [*args.cells, *args.trace])
-    found = {}
-    for name in args.systems:
-        seqs = most if name == OURS else min(most, args.stock_most)
-        found[name] = [folder, "--canvas-length", str(CANVAS), "--system", name, "--dummy"]
-        found[name] += ["--max-num-seqs", str(seqs), "--max-model-len", str(longest)]
-        found[name] += ["--kv-cache-gib", str(args.kv_cache_gib), "--options", args.options]
-        found[name] += ["--eager"] if args.eager else []
-    return found
+    return {
+        name: {
+            "checkpoint": folder,
+            "canvas_length": CANVAS,
+            "eager": args.eager,
+            "system": name,
+            "is_made_up": True,
+            "max_num_seqs": most if name == OURS else min(most, args.stock_most),
+            "max_model_len": longest,
+            "kv_cache_gib": args.kv_cache_gib,
+            **json.loads(args.options),
+        }
+        for name in args.systems
+    }
 
 
 def read_arguments() -> argparse.Namespace:
@@ -313,7 +319,7 @@ def main() -> None:
         "right_of_the_shipped_checkpoint": None,
     }
     if not args.unchecked and args.scheme in SHIPPED:
-        share = check(args.scheme, ["--eager"] if args.eager else [])
+        share = check(args.scheme, args.eager)
         report["right_of_the_shipped_checkpoint"] = {"share": share, "rows": CHECK_ROWS}
     eager = ["eager"] if args.eager else []
     path = args.out / f"{'-'.join(['full_shape', args.shape, args.scheme, *eager])}.json"

@@ -1,20 +1,18 @@
 """One engine of `bench.full_shape`, ours or stock vLLM's, and what it measures in its worker."""
 
-import argparse
-import json
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import stock_vllm, system
+from bench import stock_vllm
 from bench.dummy_checkpoint import CANVAS
 from bench.engine import CanvasEngine
 
@@ -111,13 +109,43 @@ class WorkerProbe:
 
 
 class FullShapeEngine(CanvasEngine):
-    def handlers(self) -> Mapping[str, Callable[..., Any]]:
-        return {
-            "run": self.run,
-            "machine": self.machine,
-            "measure": self.measure,
-            "trace": self.trace,
-        }
+    def __init__(
+        self,
+        checkpoint: str,
+        canvas_length: int,
+        eager: bool,  # no compiler, no CUDA graphs
+        system: str = OURS,
+        is_made_up: bool = False,  # the weights are; experts are routed evenly
+        max_num_seqs: int = 64,
+        max_model_len: int = 1024,
+        kv_cache_gib: int = 1,
+        **more: Any,  # of vLLM's LLM
+    ) -> None:
+        options: dict[str, Any] = dict(
+            dtype="bfloat16",
+            enforce_eager=eager,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_seqs * canvas_length + 2048,
+            kv_cache_memory_bytes=kv_cache_gib << 30,
+            # The cache's size is given; vLLM only checks that so much is free, beside another
+            # engine.
+            gpu_memory_utilization=0.25,
+            worker_extension_cls="bench.full_shape_engine.WorkerProbe",
+        )
+        if is_made_up:
+            os.environ[ROUTING] = EVEN
+            options |= dict(
+                load_format="dummy", worker_extension_cls="bench.even_routing.EvenProbe"
+            )
+        if system == STOCK:
+            options |= dict(language_model_only=True)
+        if system == STOCK and torch.cuda.is_available():
+            os.environ["VLLM_PLUGINS"] = ""  # stock vLLM as it is
+        elif system == STOCK:
+            self._folder = tempfile.TemporaryDirectory()
+            stock_vllm.set_environment(Path(self._folder.name))
+        super().__init__(checkpoint, canvas_length, **options | more)
 
     def machine(self) -> dict[str, float]:
         """What the floor of a step's time depends on."""
@@ -162,49 +190,3 @@ class FullShapeEngine(CanvasEngine):
         found = self.measure(**cell)
         self.llm.collective_rpc("stop_trace", args=(path,))
         return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--canvas-length", type=int, required=True)
-    parser.add_argument("--system", choices=[OURS, STOCK], default=OURS)
-    parser.add_argument("--dummy", action="store_true", help="make the weights up, route evenly")
-    parser.add_argument("--eager", action="store_true", help="no compiler, no CUDA graphs")
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--kv-cache-gib", type=int, default=1)
-    parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's LLM, as JSON")
-    args = parser.parse_args()
-    options: dict[str, Any] = dict(
-        dtype="bfloat16",
-        enforce_eager=args.eager,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        max_num_batched_tokens=args.max_num_seqs * args.canvas_length + 2048,
-        kv_cache_memory_bytes=args.kv_cache_gib << 30,
-        # The cache's size is given; vLLM only checks that so much is free, beside another engine.
-        gpu_memory_utilization=0.25,
-        worker_extension_cls="bench.full_shape_engine.WorkerProbe",
-    )
-    if args.dummy:
-        os.environ[ROUTING] = EVEN
-        options |= dict(load_format="dummy", worker_extension_cls="bench.even_routing.EvenProbe")
-    if args.system == STOCK:
-        options |= dict(language_model_only=True)
-    options |= args.options
-
-    def start() -> tuple[dict[str, Any], Any]:
-        engine = FullShapeEngine(args.checkpoint, args.canvas_length, **options)
-        return {"system": args.system}, engine.handlers()
-
-    with tempfile.TemporaryDirectory() as folder:
-        if args.system == STOCK and torch.cuda.is_available():
-            os.environ["VLLM_PLUGINS"] = ""  # stock vLLM as it is
-        elif args.system == STOCK:
-            stock_vllm.set_environment(Path(folder))
-        system.serve(start)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,8 +13,6 @@ machine does counts little.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -22,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from bench import harness
-from tests.paths import CHECKPOINTS, ROOT
+from tests.paths import CHECKPOINTS
 from tests.unit.grammar import canvases
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.compiler import GrammarCompiler
@@ -107,9 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--canvases", type=int, default=100, help="of each kind")
     count = parser.parse_args().canvases
-    test = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "unit" / "grammar")]
-    if subprocess.run(test).returncode != 0:
-        raise harness.Refused("the tests of grammars are red.")
+    harness.require_green("unit/grammar")
     report: dict[str, object] = {**harness.machine(), "canvases": count}
     print(
         f"{'canvas':>7} {'vocabulary':>10}  {'kind':9} {'median':>7} {'p90':>7} {'most':>7}  goal"

@@ -53,6 +53,32 @@ def require_accuracy(ours: float, reference: float, max_points_below: float) -> 
         )
 
 
+def require_green(*tests: str) -> None:
+    """Raises Refused unless these pass, files or folders of `tests/`."""
+    command = [sys.executable, "-m", "pytest", "-q", *(f"tests/{name}" for name in tests)]
+    if subprocess.run(command, cwd=ROOT).returncode != 0:
+        raise Refused(f"{' and '.join(tests)} are red.")
+
+
+def bar(
+    what: str, measured: float, *, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, Any]:
+    """What is asked of a number, and whether it is met."""
+    found: dict[str, Any] = {"what": what}
+    if at_least is not None:
+        found |= {"at_least": at_least, "met": measured >= at_least}
+    if at_most is not None:
+        found |= {"at_most": at_most, "met": measured <= at_most}
+    return found | {"measured": measured}
+
+
+def print_bars(found: Sequence[dict[str, Any]]) -> None:
+    for each in found:
+        limit = f">= {each['at_least']:g}" if "at_least" in each else f"<= {each['at_most']:g}"
+        met = "met   " if each["met"] else "MISSED"
+        print(f"{met} {each['what']}: {each['measured']:.2f} ({limit})")
+
+
 def machine() -> dict[str, Any]:
     """What the numbers depend on: processors, versions, commit, command."""
     return {

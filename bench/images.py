@@ -10,7 +10,6 @@ bench/results/<machine>/.
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -92,19 +91,14 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="try it without compiling")
     parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()
-    threads = str(len(os.sched_getaffinity(0)))
-    eager = ["--eager"] if args.eager else []
     report: dict[str, Any] = {"bench": "images", "machine": harness.machine()}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        images_shape.write(folder)
+        images_shape.write(Path(temporary))
+        engine, own = "bench.images_engine:ImagesEngine", {"checkpoint": temporary}
         commands = {
-            OURS: ("bench.images_engine", [str(folder), *eager]),
-            WITHOUT: ("bench.images_engine", [str(folder), "--no-tower", *eager]),
-            TRANSFORMERS: (
-                "bench.images_transformers",
-                [str(folder), "--num-threads", threads],
-            ),
+            OURS: (engine, own | {"eager": args.eager}),
+            WITHOUT: (engine, own | {"eager": args.eager, "sees": False}),
+            TRANSFORMERS: ("bench.images_transformers:Prefills", own),
         }
         with taking_turns(commands) as (_, call):
             read, expected = (

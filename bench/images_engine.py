@@ -1,14 +1,12 @@
 """Our engine for `bench.images`, with the vision tower or without it."""
 
-import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 
-from bench import system
 from bench.engine import CanvasEngine
 from bench.images_shape import CANVAS, MAX_MODEL_LEN, prompts, text
 from bench.step_split import StepSplit
@@ -44,20 +42,17 @@ class ImageProbe(StepSplit):
 
 
 class ImagesEngine(CanvasEngine):
-    def __init__(self, checkpoint: Path, sees: bool, eager: bool) -> None:
-        self.folder = checkpoint
+    def __init__(self, checkpoint: str, eager: bool, sees: bool = True) -> None:
+        self.folder = Path(checkpoint)
         options: dict[str, Any] = {} if sees else {"limit_mm_per_prompt": {"image": 0}}
         super().__init__(
-            str(checkpoint),
+            checkpoint,
             CANVAS,
             max_model_len=MAX_MODEL_LEN,
             enforce_eager=eager,
             worker_extension_cls="bench.images_engine.ImageProbe",
             **options,
         )
-
-    def handlers(self) -> Mapping[str, Callable[..., Any]]:
-        return {"prefill": self.prefill, "read": self.read, "write": self.write}
 
     def prefill(self, count: int, seed: int) -> dict[str, float]:
         """Times of prompts with an image each, sent together. One position is denoised once behind
@@ -83,21 +78,3 @@ class ImagesEngine(CanvasEngine):
         run = self.run(asked, count, 2 * CANVAS, ignore_eos=True, seed=seed, extra_args=xargs)
         tokens = sum(map(len, run["outputs"]))
         return {"tokens_per_second": tokens / run["seconds"], "outputs": run["outputs"]}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--no-tower", action="store_true")
-    parser.add_argument("--eager", action="store_true")
-    args = parser.parse_args()
-
-    def start() -> tuple[dict[str, Any], Any]:
-        engine = ImagesEngine(args.checkpoint, not args.no_tower, args.eager)
-        return {"tower": not args.no_tower}, engine.handlers()
-
-    system.serve(start)
-
-
-if __name__ == "__main__":
-    main()

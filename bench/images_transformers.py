@@ -1,27 +1,23 @@
 """transformers' DiffusionGemma for `bench.images`: what its `generate` computes of a prompt."""
 
-import argparse
+import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
-from bench import system
 from bench.images_shape import CANVAS, prompts, text
 from tests.engine import reference
 
 
 class Prefills:
-    def __init__(self, checkpoint: Path) -> None:
-        self.folder = checkpoint
+    def __init__(self, checkpoint: str) -> None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        self.folder = Path(checkpoint)
         self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(
             checkpoint, dtype=torch.float32
         ).eval()
-
-    def handlers(self) -> dict[str, Any]:
-        return {"prefill": self.prefill, "read": self.read}
 
     @torch.inference_mode()
     def prefill(self, count: int, seed: int) -> dict[str, float]:
@@ -59,21 +55,3 @@ class Prefills:
             reference.first_step_logprobs(self.model, prompt, text(CANVAS, i)).tolist()
             for i, prompt in enumerate(asked)
         ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--num-threads", type=int, required=True)
-    args = parser.parse_args()
-
-    def start() -> tuple[dict[str, Any], Any]:
-        torch.set_num_threads(args.num_threads)
-        loaded = Prefills(args.checkpoint)
-        return {"torch_threads": torch.get_num_threads()}, loaded.handlers()
-
-    system.serve(start)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,8 +11,6 @@ of the stages are red.
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from bench import harness, workload
 
 CHECKPOINT = harness.ROOT / "checkpoints/diffusiongemma-tiny"
-TESTS = ("unit/config/test_files.py", "unit/step/test_canvas_step.py")
 STAGES = [
     {"canvases": 16, "stability_threshold": 0},
     {"canvases": 32, "stability_threshold": 0, "confidence_threshold": 0.01},
@@ -87,9 +84,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[4, 24, 64])
     parser.add_argument("--out", type=Path, default=harness.results_folder())
     args = parser.parse_args()
-    test = [sys.executable, "-m", "pytest", "-q", *(f"tests/{name}" for name in TESTS)]
-    if subprocess.run(test, cwd=harness.ROOT).returncode != 0:
-        raise harness.Refused("the tests of load_stages are red.")
+    harness.require_green("unit/config/test_files.py", "unit/step/test_canvas_step.py")
     report: dict[str, Any] = {"bench": "load", "machine": harness.machine(), "stages": STAGES}
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     asked = workload.every_task(tokenizer, harness.ROOT / "checkpoints/held_out.jsonl")

@@ -11,7 +11,6 @@ tokens per forward. Refuses to report when answers are worse than the published 
 """
 
 import argparse
-import os
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -36,18 +35,16 @@ IN_FLIGHT = {4: 4, 32: 2}
 SYSTEMS = (PUBLISHED, SEPARATE, OURS, FLYING, VERIFIED)
 
 
-def commands(checkpoint: Path, block_length: int) -> dict[str, tuple[str, list[str]]]:
-    own = [str(checkpoint), "--block-length", str(block_length)]
-    threads = str(len(os.sched_getaffinity(0)))
-    return {
-        PUBLISHED: ("bench.masked_transformers", [*own, "--num-threads", threads]),
-        SEPARATE: ("bench.masked_engine", [*own, "--separate-commits", "true"]),
-        OURS: ("bench.masked_engine", own),
-        FLYING: (
-            "bench.masked_engine",
-            [*own, "--blocks-in-flight", str(IN_FLIGHT[block_length])],
-        ),
-        VERIFIED: ("bench.masked_engine", [*own, "--blocks-in-flight", "2", "--verifies", "true"]),
+def commands(checkpoint: Path, block_length: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    common = {"checkpoint": str(checkpoint), "block_length": block_length}
+    engines: dict[str, dict[str, Any]] = {
+        SEPARATE: {"separate_commits": True},
+        OURS: {},
+        FLYING: {"blocks_in_flight": IN_FLIGHT[block_length]},
+        VERIFIED: {"blocks_in_flight": 2, "verifies": True},
+    }
+    return {PUBLISHED: ("bench.masked_transformers:Loop", common)} | {
+        name: ("bench.masked_engine:MaskedEngine", common | own) for name, own in engines.items()
     }
 
 

@@ -1,15 +1,11 @@
 """A masked model in this project's engine, with or without a commit of its own for each block, one
 or several blocks in flight, by its threshold or with drafts that it verifies."""
 
-import argparse
-import json
 from typing import Any
 
 from vllm.v1.request import Request
 
-from bench import system
 from bench.engine import Engine
-from bench.step_split import split_parts
 from vllm_dllm.scheduling.scheduler import CanvasScheduler
 
 
@@ -33,15 +29,15 @@ class MaskedEngine(Engine):
         self,
         checkpoint: str,
         block_length: int,
-        separate_commits: bool,
-        blocks_in_flight: int,
-        verifies: bool,
+        separate_commits: bool = False,
+        blocks_in_flight: int = 1,
+        verifies: bool = False,
     ) -> None:
         self.verifies = verifies
         settings = {"vllm_dllm": {"blocks_in_flight": blocks_in_flight}}
         options: dict[str, Any] = {"additional_config": settings}
         if separate_commits:
-            options["scheduler_cls"] = f"{__spec__.name}.SeparateCommits"
+            options["scheduler_cls"] = f"{__name__}.SeparateCommits"
         super().__init__(checkpoint, hf_overrides={"block_size": block_length}, **options)
 
     def run(
@@ -53,36 +49,3 @@ class MaskedEngine(Engine):
         if self.verifies:
             extra_args = {"diffusion_acceptance": "verified"}
         return super().run(prompts, batch, max_tokens, temperature=0.0, extra_args=extra_args)
-
-    def split(
-        self, prompts: list[list[int]], max_tokens: int, batch: int = 1, threshold: float = 0.9
-    ) -> list[dict[str, float]]:
-        """The parts of every step, in ms, `batch` prompts at a time."""
-        self.llm.collective_rpc("start_split")
-        self.run(prompts, batch, max_tokens, threshold=threshold)
-        return [split_parts(step) for step in self.llm.collective_rpc("stop_split")[0]]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--block-length", type=int, required=True)
-    parser.add_argument("--separate-commits", type=json.loads, default=False)
-    parser.add_argument("--blocks-in-flight", type=int, default=1)
-    parser.add_argument("--verifies", type=json.loads, default=False)
-    args = parser.parse_args()
-
-    def start() -> tuple[dict[str, Any], Any]:
-        own = {
-            "block_length": args.block_length,
-            "separate_commits": args.separate_commits,
-            "blocks_in_flight": args.blocks_in_flight,
-            "verifies": args.verifies,
-        }
-        return own, MaskedEngine(args.checkpoint, **own).handlers()
-
-    system.serve(start)
-
-
-if __name__ == "__main__":
-    main()

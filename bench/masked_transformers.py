@@ -4,7 +4,7 @@ Each denoise step computes the block over the cache; when nothing is hidden any 
 forward writes its keys and values. The rule is `low_confidence_dynamic`, greedy.
 """
 
-import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from bench import system
 from vllm_dllm.models.masked_configs import SDARConfig
 
 
 class Loop:
-    def __init__(self, checkpoint: Path, block_length: int) -> None:
+    def __init__(self, checkpoint: str, block_length: int) -> None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         config = SDARConfig.from_pretrained(checkpoint)
         self.block_length, self.mask_id = block_length, config.mask_token_id
         self.eos = config.eos_token_id
         self.model = Qwen3ForCausalLM(config).eval().float()
-        weights = load_file(checkpoint / "model.safetensors")
+        weights = load_file(Path(checkpoint) / "model.safetensors")
         missing = self.model.load_state_dict(weights, strict=False).missing_keys
         assert missing == ["lm_head.weight"], missing  # tied to the embeddings
         self.forwards, self.steps = 0, 0
-
-    def handlers(self) -> dict[str, Any]:
-        return {"run": self.run}
 
     def run(
         self, prompts: list[list[int]], batch: int, max_tokens: int, threshold: float
@@ -88,22 +85,3 @@ class Loop:
             attention_mask=mask[None, None],
             past_key_values=cache,
         ).logits[0]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--block-length", type=int, required=True)
-    parser.add_argument("--num-threads", type=int, required=True)
-    args = parser.parse_args()
-
-    def start() -> tuple[dict[str, Any], Any]:
-        torch.set_num_threads(args.num_threads)
-        loop = Loop(args.checkpoint, args.block_length)
-        return {"torch_threads": torch.get_num_threads()}, loop.handlers()
-
-    system.serve(start)
-
-
-if __name__ == "__main__":
-    main()

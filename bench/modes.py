@@ -56,7 +56,11 @@ def measure_family(
     """Returns for each setting the medians of its rounds by temperature, and how many times the
     tokens a second of the first one in the same round it has: the least, the median, the most."""
     settings = {json.dumps(each): each for each in settings_of(path, architecture)}
-    commands = {name: ("bench.modes_engine", [str(path), "--extension", name]) for name in settings}
+    common = {"checkpoint": str(path), "enforce_eager": True}
+    commands = {
+        name: ("bench.engine:Engine", common | {"additional_config": {"vllm_dllm": own}})
+        for name, own in settings.items()
+    }
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in settings}
     greedy: dict[str, list[list[int]]] = {}
     with taking_turns(commands) as (_, call):

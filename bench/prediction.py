@@ -14,8 +14,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from vllm import LLM, SamplingParams
 from bench import harness
 
 CHECKPOINTS = harness.ROOT / "checkpoints"
-TESTS = ("unit/denoise/test_prediction.py", "unit/step/test_predictions.py")
 FIRST_OF_TEXT = 7  # ids before it are special tokens
 Prediction = list[int] | None
 Kind = Callable[[int], Prediction]
@@ -151,9 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=506, help="of the held-out ones")
     count = parser.parse_args().prompts
-    test = [sys.executable, "-m", "pytest", "-q", *(f"tests/{name}" for name in TESTS)]
-    if subprocess.run(test, cwd=harness.ROOT).returncode != 0:
-        raise harness.Refused("the tests of predictions are red.")
+    harness.require_green("unit/denoise/test_prediction.py", "unit/step/test_predictions.py")
     report: dict[str, Any] = harness.machine()
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(Path(folder))

@@ -29,10 +29,10 @@ from bench.serving_report import (
 from bench.system import Call, taking_turns
 from bench.workload import Workload
 
-MODULES = {
-    OURS: "bench.ours",
-    TRANSFORMERS: "bench.transformers_generate",
-    STOCK: "bench.stock_vllm",
+SYSTEMS = {
+    OURS: "bench.engine:CanvasEngine",
+    TRANSFORMERS: "bench.transformers_generate:Reference",
+    STOCK: "bench.stock_vllm:StockEngine",
 }
 MAX_POINTS_BELOW = 3.0
 LEAST_OF_STOCK = 0.6  # its share of right answers in Triton's interpreter was 0.65 to 0.71
@@ -42,7 +42,7 @@ PROMPTS = {1: 32, 4: 64, 16: 128, 64: 128}  # by concurrency
 def check(call: Call, every_task: Workload, num_prompts: int) -> dict[str, float]:
     """Exact match; refuses to go on if ours is behind or stock vLLM below its usual level."""
     prompts, found = every_task.prompts[:num_prompts], {}
-    for name in MODULES:
+    for name in SYSTEMS:
         run = call(name, "run", prompts=prompts, batch=32, max_tokens=every_task.max_tokens)
         found[name] = every_task.accuracy(run["outputs"])
         print(f"{name}: exact match {found[name]:.1%} of {len(prompts)}", flush=True)
@@ -57,7 +57,7 @@ def measure(
     """All measures, and the split of a step of the two engines."""
     runs: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     # A host slows down and speeds up within minutes, so every round also takes the split.
-    split_steps: dict[str, list[Any]] = {name: [] for name in MODULES if name != TRANSFORMERS}
+    split_steps: dict[str, list[Any]] = {name: [] for name in SYSTEMS if name != TRANSFORMERS}
     for index in range(num_rounds + 1):  # the first one warms up
         for name, steps in split_steps.items():
             mixed = workloads[MIXED]
@@ -66,7 +66,7 @@ def measure(
         for kind, asked in workloads.items():
             for concurrency in concurrencies:
                 count = PROMPTS.get(concurrency, 2 * concurrency) if index else 2 * concurrency
-                for name in [*list(MODULES)[index % 3 :], *list(MODULES)[: index % 3]]:
+                for name in [*list(SYSTEMS)[index % 3 :], *list(SYSTEMS)[: index % 3]]:
                     result = call(
                         name,
                         "run",
@@ -87,7 +87,7 @@ def measure(
     results: Results = {
         kind: {
             name: {str(c): summarize(runs[kind, name, c]) for c in concurrencies}
-            for name in MODULES
+            for name in SYSTEMS
         }
         for kind in workloads
     }
@@ -116,8 +116,8 @@ def main() -> None:
         MIXED: workload.every_task(tokenizer, args.held_out),
         LONG: workload.long(tokenizer, canvas_length),
     }
-    arguments = [str(args.checkpoint), "--canvas-length", str(canvas_length)]
-    systems = {name: (module, arguments) for name, module in MODULES.items()}
+    own = {"checkpoint": str(args.checkpoint), "canvas_length": canvas_length}
+    systems = {name: (kind, own) for name, kind in SYSTEMS.items()}
     with taking_turns(systems) as (settings, call):
         checked = check(call, workloads[MIXED], args.check_rows)
         results, splits = measure(call, workloads, args.concurrency, args.rounds)

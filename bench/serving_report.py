@@ -70,32 +70,16 @@ def bars(results: Results, outside_forward_ms: float) -> list[dict[str, Any]]:
                     system, concurrency, "answer_tokens_per_second"
                 )
                 what = f"{workload}: times the answer tokens/s of {system}, {concurrency} at once"
-                found.append({"what": what, "at_least": wanted[system], "measured": ratio})
+                found.append(harness.bar(what, ratio, at_least=wanted[system]))
         if "1" in by_system[OURS]:
             ratio = median(OURS, "1", "forwards_per_token") / median(
                 STOCK, "1", "forwards_per_token"
             )
-            found.append(
-                {
-                    "what": f"{workload}: share of {STOCK}'s forwards per token that are saved",
-                    "at_least": 1 / (median(STOCK, "1", "steps_per_block") + 1),
-                    "measured": 1 - ratio,
-                }
-            )
-    found.append(
-        {
-            "what": "ms of a step outside the model's forward, 1 at once",
-            "at_most": BAR_OUTSIDE_FORWARD_MS,
-            "measured": outside_forward_ms,
-        }
-    )
-    for bar in found:
-        bar["met"] = bool(
-            bar["measured"] >= bar["at_least"]
-            if "at_least" in bar
-            else bar["measured"] <= bar["at_most"]
-        )
-    return found
+            what = f"{workload}: share of {STOCK}'s forwards per token that are saved"
+            saved = 1 / (median(STOCK, "1", "steps_per_block") + 1)
+            found.append(harness.bar(what, 1 - ratio, at_least=saved))
+    what = "ms of a step outside the model's forward, 1 at once"
+    return [*found, harness.bar(what, outside_forward_ms, at_most=BAR_OUTSIDE_FORWARD_MS)]
 
 
 def print_tables(results: Results, splits: dict[str, Any], found: list[dict[str, Any]]) -> None:
@@ -120,8 +104,4 @@ def print_tables(results: Results, splits: dict[str, Any], found: list[dict[str,
     for name, split in splits.items():
         print(f"  {name}: " + ", ".join(f"{key} {value:.2f}" for key, value in split.items()))
     print()
-    for bar in found:
-        limit = f">= {bar['at_least']:.2f}" if "at_least" in bar else f"<= {bar['at_most']}"
-        print(
-            f"{'met   ' if bar['met'] else 'MISSED'} {bar['what']}: {bar['measured']:.2f} ({limit})"
-        )
+    harness.print_bars(found)

@@ -10,12 +10,10 @@ CPU torch and which this project therefore does not install. A stand-in of empty
 place: no image is ever processed (`language_model_only`).
 """
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from bench import system
 from bench.engine import CanvasEngine
@@ -75,20 +73,8 @@ def set_environment(folder: Path) -> None:
     sys.path.insert(0, str(folder))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--canvas-length", type=int, required=True)
-    args = parser.parse_args()
-
-    def start() -> tuple[dict[str, Any], Any]:
-        engine = CanvasEngine(args.checkpoint, args.canvas_length, language_model_only=True)
-        return {"system": "stock vLLM"}, engine.handlers()
-
-    with tempfile.TemporaryDirectory() as folder:
-        set_environment(Path(folder))
-        system.serve(start)
-
-
-if __name__ == "__main__":
-    main()
+class StockEngine(CanvasEngine):
+    def __init__(self, checkpoint: str, canvas_length: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        set_environment(Path(self._folder.name))
+        super().__init__(checkpoint, canvas_length, language_model_only=True)

@@ -1,6 +1,7 @@
 """One measured system = one process, kept alive and asked for round after round.
 
-The parent writes a JSON line for each call and reads one back. The child answers on its own copy of
+A system is a class. The child makes one of it, and its methods are what the parent calls. The
+parent writes a JSON line for each call and reads one back. The child answers on its own copy of
 stdout and sends everything else that is printed there to stderr, because engines are talkative.
 """
 
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,16 @@ class SystemDied(RuntimeError):
 
 
 class System:
-    """Parent's side: starts `python -m <module> ...` and calls its handlers."""
+    """Parent's side of one."""
 
-    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
-        self.module = module
+    def __init__(self, kind: str, settings: Mapping[str, Any], log: Path) -> None:
+        """`kind`: "module:class"; `settings`: its arguments, as JSON has them."""
+        self.kind = kind
         self._log_path = log
         self._log = log.open("w")
         self._started = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", "bench.system", kind, json.dumps(settings)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -62,7 +65,7 @@ class System:
         if until is not None:
             patience = max(0.0, until - time.monotonic())
             if not select.select([self._process.stdout], [], [], patience)[0]:
-                raise SystemDied(f"{self.module} did not start in time; {self._end_of_log()}")
+                raise SystemDied(f"{self.kind} did not start in time; {self._end_of_log()}")
         self.description = self._read()
         self.start_seconds = time.monotonic() - self._started
 
@@ -104,7 +107,7 @@ class System:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemDied(f"{self.module} ended; {self._end_of_log()}")
+            raise SystemDied(f"{self.kind} ended; {self._end_of_log()}")
         return json.loads(line)
 
     def _end_of_log(self) -> str:
@@ -114,36 +117,42 @@ class System:
 
 @contextmanager
 def taking_turns(
-    commands: Mapping[str, tuple[str, list[str]]],
+    commands: Mapping[str, tuple[str, Mapping[str, Any]]],
 ) -> Iterator[tuple[dict[str, Any], Call]]:
-    """Starts systems, given as modules and arguments by name. Yields their descriptions and
-    `call(system, handler, **arguments)`. All but the one being called are paused."""
+    """Starts systems, given as kinds and settings by name. Yields their descriptions and
+    `call(system, method, **arguments)`. All but the one being called are paused."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         systems: dict[str, System] = {}
-        for index, (name, (module, arguments)) in enumerate(commands.items()):
-            systems[name] = System(module, arguments, logs / f"{index}.log")
+        for index, (name, (kind, settings)) in enumerate(commands.items()):
+            systems[name] = System(kind, settings, logs / f"{index}.log")
             stack.callback(systems[name].close)
             systems[name].wait()
             print(f"{name}: started in {systems[name].start_seconds:.0f} s", flush=True)
             systems[name].pause()
 
-        def call(name: str, handler: str, **arguments: Any) -> Any:
+        def call(name: str, method: str, **arguments: Any) -> Any:
             systems[name].resume()
             try:
-                return systems[name].call(handler, **arguments)
+                return systems[name].call(method, **arguments)
             finally:
                 systems[name].pause()
 
         yield {name: system.description for name, system in systems.items()}, call
 
 
-def serve(start: Callable[[], tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]]) -> None:
-    """Child's side: `start` gives a description of the system and its handlers by name."""
+def serve(kind: str, settings: str) -> None:
+    """Child's side. What a system says of itself is its `description`."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    description, handlers = start()
-    answers.write(json.dumps(description) + "\n")
+    module, _, name = kind.partition(":")
+    measured = getattr(import_module(module), name)(**json.loads(settings))
+    answers.write(json.dumps(getattr(measured, "description", {})) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
-        answers.write(json.dumps(handlers[request["call"]](**request["arguments"])) + "\n")
+        found = getattr(measured, request["call"])(**request["arguments"])
+        answers.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

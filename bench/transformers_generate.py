@@ -1,43 +1,35 @@
-"""Baseline: transformers' `generate`, static batches, its defaults unless told otherwise.
+"""Baseline: transformers' `generate`, static batches, its defaults, on all cores.
 
 The sequence of prompts is cut into batches; a batch ends when its slowest row does.
 """
 
-import argparse
+import os
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from bench import system
-
 
 class Reference:
-    def __init__(
-        self,
-        checkpoint: str,
-        canvas_length: int,
-        num_threads: int,
-        attention: str = "sdpa",
-        cache: str = "",
-        experts: str = "",
-        dtype: str = "float32",
-    ) -> None:
+    def __init__(self, checkpoint: str, canvas_length: int, dtype: str = "float32") -> None:
         import torch
         from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-        torch.set_num_threads(num_threads)
+        threads = len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
         torch.manual_seed(0)
         self.torch = torch
         self.canvas_length = canvas_length
-        self.cache = cache
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
-        if experts:
-            self.model.set_experts_implementation(experts)
+        self.description = {
+            "system": "transformers generate",
+            "attention": "sdpa",
+            "threads": threads,
+            "experts": self.model.config.text_config._experts_implementation,
+        }
         self._encodings = 0
         self._steps_ms: list[float] = []  # when each denoise step began
         self.model.model.encoder.register_forward_pre_hook(self._count_encoding)
@@ -66,8 +58,6 @@ class Reference:
                 input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
                 mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
                 options: dict[str, Any] = {"attention_mask": mask} if batch > 1 else {}
-                if self.cache:
-                    options["cache_implementation"] = self.cache
                 result = self.model.generate(
                     input_ids=input_ids, max_new_tokens=max_tokens, **options
                 )
@@ -90,40 +80,3 @@ class Reference:
             "steps_per_block": denoise_steps / num_blocks,
             "first_token_seconds": first_token_seconds,
         }
-
-    def handlers(self) -> dict[str, Callable[..., Any]]:
-        return {"run": self.run}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--canvas-length", type=int, required=True)
-    parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--cache", default="", help="cache_implementation; static compiles")
-    parser.add_argument("--experts", default="", help="experts implementation")
-    args = parser.parse_args()
-
-    def start() -> tuple[dict[str, Any], Any]:
-        reference = Reference(
-            args.checkpoint,
-            args.canvas_length,
-            args.num_threads,
-            args.attention,
-            args.cache,
-            args.experts,
-        )
-        description = {
-            "system": "transformers generate",
-            "attention": args.attention,
-            "threads": args.num_threads,
-            "experts": reference.model.config.text_config._experts_implementation,
-        }
-        return description, reference.handlers()
-
-    system.serve(start)
-
-
-if __name__ == "__main__":
-    main()

@@ -198,6 +198,7 @@ def test_cache_hits_are_by_what_is_shown(engine: GetEngine, seeing: GetTiny, kin
     No hit ends in an image."""
     path = seeing(16)
     served, model = engine(path, **PREFILLS["prefix-caching"]), reference.load(path)
+    assert served.llm.reset_prefix_cache()
     mark = IMAGE_ID if kind == "image" else VIDEO_ID
     text, tail = random_ids(40, 490, seed=1), random_ids(100, 490, seed=2)
     tokens = [*(token + 7 for token in text), mark, *(token + 7 for token in tail)]

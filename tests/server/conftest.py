@@ -48,6 +48,7 @@ class Server:
     port: int
     log: Path
     trace: Path
+    model: str  # as requests name it
 
     @property
     def client(self) -> OpenAI:
@@ -58,9 +59,11 @@ class Server:
             max_retries=0,
         )
 
-    @property
-    def model(self) -> str:
-        return str(CHECKPOINT)
+    def chat(self, content: Any, **options: Any) -> Any:
+        """The answer to one message, or its stream."""
+        messages: Any = [{"role": "user", "content": content}]
+        asked = {"model": self.model, "messages": messages, **options}
+        return self.client.chat.completions.create(**asked)
 
     def read(self, path: str, body: str | dict[str, Any] | None = None) -> str:
         """What it answers to a POST of `body`, JSON, or to a GET where there is none."""
@@ -116,14 +119,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_serving(
-    checkpoint: Path,
-    folder: Path,
-    *options: str,
-    settings: Mapping[str, Any] | None = None,
-    env: Mapping[str, str] | None = None,
+    checkpoint: Path, folder: Path, *options: str, **more: Any
 ) -> tuple[subprocess.Popen[bytes], Server]:
-    """A server that answers, and its process. `settings`: the extension's."""
-    process, server = start_tracing(checkpoint, folder, *options, settings=settings, env=env)
+    """A server that answers, and its process; started as by `start_tracing`."""
+    process, server = start_tracing(checkpoint, folder, *options, **more)
     try:
         wait_until_ready(process, server)
     except BaseException:
@@ -139,12 +138,12 @@ def start_tracing(
     settings: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], Server]:
-    """A server that does not answer yet, and its process."""
+    """A server that does not answer yet, and its process. `settings`: the extension's."""
     log, trace = folder / "vllm.log", folder / "trace.jsonl"
     section = {"trace_path": str(trace), **(settings or {})}
     extension = ("--additional-config", json.dumps({"vllm_dllm": section}))
     process, port = start(checkpoint, log, *extension, *options, env=env)
-    return process, Server(port, log, trace)
+    return process, Server(port, log, trace, str(checkpoint))
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from checkpoints.recipes.exact_match import read_rows
 from tests.paths import CHECKPOINTS
 from tests.server.conftest import CHECKPOINT, SHORT_CANVASES, Server, serving
 
@@ -19,7 +20,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def held_out() -> list[dict]:
-    return [json.loads(line) for line in (CHECKPOINTS / "held_out.jsonl").read_text().splitlines()]
+    return read_rows(CHECKPOINTS / "held_out.jsonl")
 
 
 def exact_match(server: Server, rows: list[dict]) -> float:

@@ -54,13 +54,9 @@ def cores() -> dict[str, str]:
 
 def answer(server: Server, number: int, rank: int | None = None) -> str:
     """`rank`: of the engine that answers. None: whichever vLLM chooses."""
-    completion = server.client.chat.completions.create(
-        model=server.model,
-        messages=[{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}],
-        seed=number,
-        max_tokens=128,
-        extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
-    )
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    question = PROMPTS[number % len(PROMPTS)]
+    completion = server.chat(question, seed=number, max_tokens=128, extra_headers=headers)
     text = completion.choices[0].message.content
     assert text
     return text
@@ -159,12 +155,7 @@ def test_a_server_for_each_engine(server: Server, tmp_path_factory: pytest.TempP
     started = []
     with ExitStack() as ending:
         for rank in "01":
-            options = (
-                *UNCOMPILED,
-                *group,
-                "--data-parallel-rank",
-                rank,
-            )
+            options = (*UNCOMPILED, *group, "--data-parallel-rank", rank)
             folder = tmp_path_factory.mktemp(f"engine-{rank}")
             started.append(start_tracing(CHECKPOINT, folder, *options, env=cores()))
             ending.callback(stop, started[-1][0])

@@ -35,11 +35,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[conftest.Serv
 
 
 def ask(server: conftest.Server, question: str, **sampling: Any) -> Any:
-    messages: Any = [{"role": "user", "content": question}]
-    found = server.client.chat.completions.create(
-        model=str(TARGET), messages=messages, **{"temperature": 0, "max_tokens": 100, **sampling}
-    )
-    return found.choices[0]
+    return server.chat(question, **{"temperature": 0, "max_tokens": 100, **sampling}).choices[0]
 
 
 def test_parameters_of_the_target_hold(drafting: conftest.Server) -> None:
@@ -66,10 +62,8 @@ def test_penalties_bring_no_excluded_token_back(drafting: conftest.Server) -> No
 
 
 def complete(server: conftest.Server, prompt: list[int], **options: Any) -> Any:
-    found = server.client.completions.create(
-        model=str(TARGET), prompt=prompt, **{"temperature": 0, "max_tokens": 16, **options}
-    )
-    return found.choices[0]
+    asked = {"model": server.model, "temperature": 0, "max_tokens": 16, **options}
+    return server.client.completions.create(prompt=prompt, **asked).choices[0]
 
 
 def test_the_dashboard_asks_for_what_there_is(drafting: conftest.Server) -> None:

@@ -48,7 +48,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": parameters}}
     for name, parameters in SCHEMAS.items()
 ]
-MESSAGES = [{"role": "user", "content": "Sort: q d x a"}]
+QUESTION = "Sort: q d x a"
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
@@ -62,8 +62,8 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def ask(server: Server, **options: Any) -> Any:
     extra = {"vllm_xargs": {"diffusion_max_steps": 3}, **options.pop("extra_body", {})}
-    asked = {"model": "gemma", "messages": MESSAGES, "max_tokens": 150, "tools": TOOLS, "seed": 1}
-    return server.client.chat.completions.create(**{**asked, **options, "extra_body": extra})
+    asked = {"model": "gemma", "max_tokens": 150, "tools": TOOLS, "seed": 1}
+    return server.chat(QUESTION, **{**asked, **options, "extra_body": extra})
 
 
 def check(calls: list[Any]) -> list[str]:
@@ -118,7 +118,7 @@ def test_responses(calling: Server) -> None:
     tools = [{"type": "function", "name": n, "parameters": p} for n, p in SCHEMAS.items()]
     answer = calling.client.responses.create(
         model="gemma",
-        input="Sort: q d x a",
+        input=QUESTION,
         tools=tools,
         tool_choice="required",
         max_output_tokens=150,

@@ -39,13 +39,12 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield it
 
 
+QUESTION = "Sort: q d x a"
+
+
 def ask(server: Server, tool_choice: Any, **options: Any) -> Any:
-    return server.client.chat.completions.create(
-        model=str(SDAR),
-        messages=[{"role": "user", "content": "Sort: q d x a"}],
-        tool_choice=tool_choice,
-        **{"tools": TOOLS, "max_tokens": 120, **options},
-    )
+    asked = {"tools": TOOLS, "max_tokens": 120, **options}
+    return server.chat(QUESTION, tool_choice=tool_choice, **asked)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -74,12 +73,10 @@ def test_an_answer_without_a_call_is_what_it_was(calling: Server) -> None:
 def test_log_probabilities_come_with_their_step(calling: Server) -> None:
     """In chats and completions, streamed or not, and nothing of it where nobody asks."""
     asked = {"vllm_xargs": {"diffusion_logprobs": "unmask", "diffusion_acceptance": "in_order"}}
-    common: dict[str, Any] = {"model": str(SDAR), "temperature": 0.0, "max_tokens": 8}
-    messages = [{"role": "user", "content": "Sort: q d x a"}]
+    common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
 
     def entries(**options: Any) -> list[Any]:
-        options = {**common, "messages": messages, "logprobs": True, **options}
-        chat = calling.client.chat.completions.create(**options)
+        chat = calling.chat(QUESTION, **{**common, "logprobs": True, **options})
         chunks = chat if options.get("stream") else [chat]
         kept = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
         return [entry for found in kept if found is not None for entry in found.content]
@@ -91,8 +88,8 @@ def test_log_probabilities_come_with_their_step(calling: Server) -> None:
     assert not any("step" in it.model_dump() for it in entries())
 
     def scores(**options: Any) -> list[Any]:
-        options = {**common, "prompt": "Sort: q d x a", "logprobs": 1, **options}
-        completion = calling.client.completions.create(**options)
+        options = {"model": calling.model, **common, "logprobs": 1, **options}
+        completion = calling.client.completions.create(prompt=QUESTION, **options)
         chunks = completion if options.get("stream") else [completion]
         kept = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
         return [
@@ -116,10 +113,8 @@ def test_verified_drafts(calling: Server) -> None:
     """Alone and in a crowd, streamed or not, with and without a form."""
 
     def sort(letters: str, **options: Any) -> Any:
-        content = f"Sort: {letters}"
-        messages = [{"role": "user", "content": content}]
-        asked = {"messages": messages, "temperature": 0.0, "max_tokens": 20, "extra_body": VERIFIED}
-        return calling.client.chat.completions.create(model=str(SDAR), **asked | options)
+        asked = {"temperature": 0.0, "max_tokens": 20, "extra_body": VERIFIED}
+        return calling.chat(f"Sort: {letters}", **asked | options)
 
     wanted = {"q d x a": "a d q x", "c b a": "a b c", "m z k": "k m z"}
     with ThreadPoolExecutor(len(wanted)) as crowd:

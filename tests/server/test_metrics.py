@@ -17,14 +17,8 @@ from vllm_dllm.metrics.prometheus import BY_LABEL, COUNTERS, GAUGES, HISTOGRAMS,
 QUESTIONS = ("Reverse: rose chair lamp", "Sort: q d x a", "Count from 31 to 69.")
 
 
-def ask(server: Server, question: str, max_tokens: int = 128, **extra: Any) -> None:
-    server.client.chat.completions.create(
-        model=server.model,
-        messages=[{"role": "user", "content": question}],
-        max_tokens=max_tokens,
-        seed=1,
-        extra_body={"vllm_xargs": extra},
-    )
+def ask(server: Server, question: str, **extra: Any) -> None:
+    server.chat(question, max_tokens=128, seed=1, extra_body={"vllm_xargs": extra})
 
 
 def fill_context(server: Server, max_tokens: int) -> None:
@@ -80,14 +74,14 @@ def test_usage_of_a_batch_of_chats(server: Server) -> None:
 
 
 def usages(server: Server, of_chat: bool, streamed: bool) -> Iterator[Any]:
-    common: Any = {"model": server.model, "max_tokens": 100, "seed": 1, "stream": streamed}
+    common: Any = {"max_tokens": 100, "seed": 1, "stream": streamed}
     if streamed:
         common["stream_options"] = {"include_usage": True}
     if of_chat:
-        messages: Any = [{"role": "user", "content": QUESTIONS[2]}]
-        answer = server.client.chat.completions.create(messages=messages, **common)
+        answer = server.chat(QUESTIONS[2], **common)
     else:
-        answer = server.client.completions.create(prompt=[QUESTIONS[0], "Sort:"], n=2, **common)
+        common |= {"model": server.model, "prompt": [QUESTIONS[0], "Sort:"], "n": 2}
+        answer = server.client.completions.create(**common)
     for part in answer if streamed else [answer]:
         assert getattr(part, "metrics", None) is None, part.metrics  # vLLM's, of drafts
         yield part.usage

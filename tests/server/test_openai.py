@@ -1,20 +1,11 @@
 """What a client sees: completions, chat, streaming, stopping, log-probabilities, dLLM options."""
 
 import math
-from typing import Any
-
-from openai.types.chat import ChatCompletion
 
 from tests import tolerances
 from tests.server.conftest import CANVAS, Server
 
 QUESTION = "Reverse: rose chair lamp"
-
-
-def chat(server: Server, content: str = QUESTION, **options: Any) -> ChatCompletion:
-    return server.client.chat.completions.create(
-        model=server.model, messages=[{"role": "user", "content": content}], **options
-    )
 
 
 def test_streaming_gives_a_delta_per_committed_block(server: Server) -> None:
@@ -30,21 +21,21 @@ def test_streaming_gives_a_delta_per_committed_block(server: Server) -> None:
 
 
 def test_stream_and_whole_answer_agree(server: Server) -> None:
-    whole = chat(server, seed=3, max_tokens=128).choices[0].message.content
-    stream = chat(server, seed=3, max_tokens=128, stream=True)
+    whole = server.chat(QUESTION, seed=3, max_tokens=128).choices[0].message.content
+    stream = server.chat(QUESTION, seed=3, max_tokens=128, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
 
 
 def test_stop_string(server: Server) -> None:
-    full = chat(server, "Count from 10 to 30.", seed=1, max_tokens=128).choices[0].message.content
+    full = server.chat("Count from 10 to 30.", seed=1, max_tokens=128).choices[0].message.content
     stop = full[len(full) // 2 :][:3]
-    answer = chat(server, "Count from 10 to 30.", seed=1, max_tokens=128, stop=[stop])
+    answer = server.chat("Count from 10 to 30.", seed=1, max_tokens=128, stop=[stop])
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content == full[: full.index(stop)]
 
 
 def test_logprobs(server: Server) -> None:
-    answer = chat(server, logprobs=True, top_logprobs=3, max_tokens=2 * CANVAS)
+    answer = server.chat(QUESTION, logprobs=True, top_logprobs=3, max_tokens=2 * CANVAS)
     entries = answer.choices[0].logprobs.content
     assert len(entries) == answer.usage.completion_tokens
     for entry in entries:
@@ -55,8 +46,8 @@ def test_logprobs(server: Server) -> None:
 
 
 def test_every_kernel_of_a_step_is_native(server: Server) -> None:
-    chat(server, max_tokens=2 * CANVAS, logprobs=True, top_logprobs=2)
-    chat(server, max_tokens=CANVAS, extra_body={"top_k": 5, "top_p": 0.9})
+    server.chat(QUESTION, max_tokens=2 * CANVAS, logprobs=True, top_logprobs=2)
+    server.chat(QUESTION, max_tokens=CANVAS, extra_body={"top_k": 5, "top_p": 0.9})
     assert "runs in Triton's interpreter" not in server.log.read_text()
 
 
@@ -64,6 +55,6 @@ def test_n(server: Server) -> None:
     odd = "kq 7 {w: 3 zx"  # unlike anything it was trained on: the answer depends on the noise
     noisy = {"diffusion_max_steps": 3, "diffusion_t_min": 1.0, "diffusion_t_max": 2.0}
     options = {"extra_body": {"vllm_xargs": noisy}, "max_tokens": CANVAS}
-    several = [c.message.content for c in chat(server, odd, seed=1, n=4, **options).choices]
-    each = [chat(server, odd, seed=1 + i, **options).choices[0].message.content for i in range(4)]
+    several = [c.message.content for c in server.chat(odd, seed=1, n=4, **options).choices]
+    each = [server.chat(odd, seed=1 + i, **options).choices[0].message.content for i in range(4)]
     assert several == each and len(set(several)) > 1

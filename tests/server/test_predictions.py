@@ -6,7 +6,7 @@ import pytest
 
 from tests.server.conftest import Server
 
-MESSAGES = [{"role": "user", "content": "Reverse: rose chair lamp"}]
+QUESTION = "Reverse: rose chair lamp"
 EXPECTED = "lamp rose"  # the answer has all of it, and more
 
 
@@ -17,24 +17,22 @@ def details(usage: Any) -> tuple[int, int]:
 
 def test_a_chat(server: Server) -> None:
     options: dict[str, Any] = dict(
-        model=server.model,
-        messages=MESSAGES,
         temperature=0,
         max_tokens=32,
         prediction={"type": "content", "content": EXPECTED},
     )
-    whole = server.client.chat.completions.create(**options)
+    whole = server.chat(QUESTION, **options)
     assert whole.choices[0].message.content == "lamp chair rose"
     accepted, rejected = details(whole.usage)
     assert accepted > 0 and rejected == 0
 
     with_usage = dict(stream=True, stream_options={"include_usage": True})
-    *chunks, last = server.client.chat.completions.create(**options, **with_usage)
+    *chunks, last = server.chat(QUESTION, **options, **with_usage)
     assert details(last.usage) == (accepted, rejected)
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in chunks)
 
-    two = server.client.chat.completions.create(**options | dict(n=2, temperature=1))
+    two = server.chat(QUESTION, **options | dict(n=2, temperature=1))
     assert sum(details(two.usage)) == 2 * accepted
 
 
@@ -67,8 +65,5 @@ def test_a_completion(server: Server, is_right: bool) -> None:
 
 
 def test_nothing_is_said_without_a_prediction(server: Server) -> None:
-    answer = server.client.chat.completions.create(
-        model=server.model, messages=MESSAGES, max_tokens=32
-    )
-    details = answer.usage.completion_tokens_details
+    details = server.chat(QUESTION, max_tokens=32).usage.completion_tokens_details
     assert details.accepted_prediction_tokens is details.rejected_prediction_tokens is None

@@ -5,7 +5,6 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -39,34 +38,35 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """And its checkpoint, whose tokenizer has the tokens that vLLM asks for."""
+def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its checkpoint's tokenizer has the tokens that vLLM asks for."""
     path = make_tiny_checkpoint(tmp_path_factory.mktemp("scoring"), canvas_length=64)
     add_tokens(path, {YES: "yes", NO: "no"})
     with serving(path, tmp_path_factory.mktemp("server"), *UNCOMPILED) as server:
-        yield server, path
+        yield server
 
 
 def decide(server: Server, **body: Any) -> Any:
     return json.loads(server.read("/v1/systemone", {**BODIES["/v1/systemone"], **body}))
 
 
-def test_decisions_have_the_references_probabilities(scoring: tuple[Server, Path]) -> None:
+def test_decisions_have_the_references_probabilities(scoring: Server) -> None:
     """Of one step on a canvas that holds noise, the end of the turn and padding."""
-    server, checkpoint = scoring
-    model = reference.load(checkpoint)
-    found = decide(server)
+    model = reference.load(scoring.model)
+    found = decide(scoring)
     for name, text in ASKED.items():
         messages = [{"role": "user", "content": f"{STATE}\n\n{text}"}]
-        answer = server.read("/tokenize", {"model": str(checkpoint), "messages": messages})
+        answer = scoring.read("/tokenize", {"model": scoring.model, "messages": messages})
         prompt: list[int] = json.loads(answer)["tokens"]
         noise = random.Random(hashlib.sha256(json.dumps(prompt).encode()).digest())
-        turn_ends, thought = tokens_of(server, "<turn|>"), tokens_of(server, "thought\n")
+        turn_ends, thought = tokens_of(scoring, "<turn|>"), tokens_of(scoring, "thought\n")
         canvas = [noise.randrange(model.config.text_config.vocab_size), *turn_ends] + [0] * 14
         prompt += [CHANNEL_BEGINS, *thought, CHANNEL_ENDS]
         scores = reference.first_step_logprobs(model, prompt, canvas)[0]
         labels = {"urgent": [YES, NO], "kind": "AB", "how": "012"}[name]
-        ids = [token if isinstance(token, int) else tokens_of(server, token)[0] for token in labels]
+        ids = [
+            token if isinstance(token, int) else tokens_of(scoring, token)[0] for token in labels
+        ]
         mass = scores[ids].exp().sum().item()
         expected = [score / mass for score in scores[ids].exp().tolist()]
         assert list(found["answers"][name]["probabilities"].values()) == pytest.approx(
@@ -82,18 +82,17 @@ def tokens_of(server: Server, text: str) -> list[int]:
     return list(json.loads(server.read("/tokenize", body))["tokens"])
 
 
-def test_decisions_are_the_same_beside_other_requests(scoring: tuple[Server, Path]) -> None:
-    server, checkpoint = scoring
-    alone = [decide(server, state=str(i))["answers"] for i in range(4)]
+def test_decisions_are_the_same_beside_other_requests(scoring: Server) -> None:
+    alone = [decide(scoring, state=str(i))["answers"] for i in range(4)]
 
     def answer(seed: int) -> None:
-        server.client.completions.create(
-            model=str(checkpoint), prompt=[9] * 30, max_tokens=150, seed=seed
+        scoring.client.completions.create(
+            model=scoring.model, prompt=[9] * 30, max_tokens=150, seed=seed
         )
 
     with ThreadPoolExecutor(8) as pool:
         others = [pool.submit(answer, seed) for seed in range(4)]
-        beside = list(pool.map(lambda i: decide(server, state=str(i))["answers"], range(4)))
+        beside = list(pool.map(lambda i: decide(scoring, state=str(i))["answers"], range(4)))
         for other in others:
             other.result()
     for one, two in zip(alone, beside, strict=True):
@@ -104,12 +103,11 @@ def test_decisions_are_the_same_beside_other_requests(scoring: tuple[Server, Pat
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_scores_take_no_keys(scoring: tuple[Server, Path], route: str) -> None:
-    server, _ = scoring
-    assert json.loads(server.read(route, BODIES[route]))
+def test_scores_take_no_keys(scoring: Server, route: str) -> None:
+    assert json.loads(scoring.read(route, BODIES[route]))
     for key in ("vllm_xargs", "diffusion_max_steps"):
         with pytest.raises(HTTPError) as refusal:
-            server.read(route, {**BODIES[route], key: {}})
+            scoring.read(route, {**BODIES[route], key: {}})
         assert refusal.value.code == 400
         message = json.load(refusal.value)["error"]["message"]
         assert message.startswith(f"{key} has no effect in the body on this route.")

@@ -17,13 +17,7 @@ def ask(server: Server) -> list[str]:
     """Two answers; the first one's prompt takes several blocks of the prefix cache."""
     answers = []
     for question in ("Reverse: " + "rose chair lamp " * 40, "Count from 31 to 69."):
-        answer = server.client.chat.completions.create(
-            model=server.model,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=96,
-            seed=1,
-        )
-        answers.append(str(answer.choices[0].message.content))
+        answers.append(server.chat(question, max_tokens=96, seed=1).choices[0].message.content)
     return answers
 
 

@@ -15,8 +15,7 @@ from tests.processes import output_of
 from tests.server.conftest import Server
 from tests.unit.requests.test_structured_outputs import ENDLESS
 
-ODD = [{"role": "user", "content": "kq 7 {w: 3 zx"}]
-KNOWN = [{"role": "user", "content": "Write JSON with name Nora, age 31."}]
+ODD, KNOWN = "kq 7 {w: 3 zx", "Write JSON with name Nora, age 31."
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -34,27 +33,22 @@ class Person(BaseModel):
     age: int
 
 
-def chat(server: Server, messages: list[dict[str, str]] = ODD, **options: Any) -> Any:
-    return server.client.chat.completions.create(
-        model=server.model, messages=messages, **{"max_tokens": 100, "seed": 3, **options}
-    )
-
-
-def text_of(answer: Any) -> str:
+def chat(server: Server, content: str = ODD, **options: Any) -> str:
+    answer = server.chat(content, **{"max_tokens": 100, "seed": 3, **options})
     return answer.choices[0].message.content
 
 
 def test_response_format(server: Server) -> None:
-    jsonschema.validate(json.loads(text_of(chat(server, response_format=STRICT))), SCHEMA)
+    jsonschema.validate(json.loads(chat(server, response_format=STRICT)), SCHEMA)
     anything = chat(server, response_format={"type": "json_object"})
-    assert isinstance(json.loads(text_of(anything)), dict)
+    assert isinstance(json.loads(anything), dict)
 
 
 def test_completions(server: Server) -> None:
     """Every kind of form: `tests/engine/test_grammars.py`."""
     answer = server.client.completions.create(
         model=server.model,
-        prompt="kq 7 {w: 3 zx",
+        prompt=ODD,
         max_tokens=40,
         extra_body={"structured_outputs": {"regex": "[a-z]{3}-[0-9]{2}"}},
     )
@@ -64,7 +58,7 @@ def test_completions(server: Server) -> None:
 def test_responses(server: Server) -> None:
     answer = server.client.responses.parse(
         model=server.model,
-        input="Write JSON with name Nora, age 31.",
+        input=KNOWN,
         max_output_tokens=64,
         text_format=Person,
     )
@@ -83,4 +77,4 @@ def test_bad_grammars(server: Server) -> None:
         others = [pool.submit(chat, server, KNOWN) for _ in range(2)]
         with pytest.raises(BadRequestError, match=r"no answer of at most .* tokens was found"):
             chat(server, extra_body={"structured_outputs": {"json": ENDLESS}})
-        assert {text_of(other.result()) for other in others} == {'{"name": "Nora", "age": 31}'}
+        assert {other.result() for other in others} == {'{"name": "Nora", "age": 31}'}

@@ -17,21 +17,12 @@ def watch(
 ) -> tuple[str, list[Any]]:
     """The answer, and the canvases that came with it. `name`: of the request; `rank`: of the engine
     that answers, None: whichever vLLM chooses."""
-    headers = {"X-Request-Id": name}
+    headers = {"X-Request-Id": name, "Authorization": f"Bearer {key}"}
     if rank is not None:
         headers["X-data-parallel-rank"] = str(rank)
-    chunks = list(
-        server.client.with_options(api_key=key).chat.completions.create(
-            model=server.model,
-            messages=[{"role": "user", "content": question}],
-            max_tokens=128,
-            seed=1,
-            stream=True,
-            extra_body={"vllm_xargs": CANVASES},
-            extra_headers=headers,
-            **options,
-        )
-    )
+    asked = {"max_tokens": 128, "seed": 1, "stream": True, **options}
+    xargs = {"vllm_xargs": CANVASES}
+    chunks = list(server.chat(question, extra_body=xargs, extra_headers=headers, **asked))
     assert {chunk.id for chunk in chunks} == {f"chatcmpl-{name}"}
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     events: list[Any] = [chunk for chunk in chunks if chunk.object == "vllm_dllm.canvas"]

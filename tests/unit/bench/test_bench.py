@@ -126,30 +126,28 @@ def test_split_of_a_worker(samples_at_once: bool) -> None:
 
 
 CHILD = """
-from bench import system
+class Child:
+    def __init__(self, times):
+        print("engine noise")
+        self.times, self.description = times, {"system": "child"}
 
-def start():
-    print("engine noise")
-    def double(value):
+    def multiply(self, value):
         print("more noise")
-        return 2 * value
-    return {"system": "child"}, {"double": double}
-
-system.serve(start)
+        return self.times * value
 """
 
 
 def test_system_answers_over_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy_child.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    child = System("noisy_child", [], tmp_path / "log")
+    child = System("noisy_child:Child", {"times": 2}, tmp_path / "log")
     child.wait()
     assert child.description == {"system": "child"}
     child.pause()
     child.resume()
-    assert child.call("double", value=21) == 42
-    with pytest.raises(SystemDied, match="noisy_child ended"):
-        child.call("double", value=None)
+    assert child.call("multiply", value=21) == 42
+    with pytest.raises(SystemDied, match="noisy_child:Child ended"):
+        child.call("multiply", value=None)
     child.close()
     assert "noise" in (tmp_path / "log").read_text()
 
@@ -160,7 +158,7 @@ from pathlib import Path
 from bench.system import System
 from tests.processes import HANGS_S, wait_for
 
-child = System("noisy_child", [], Path(sys.argv[1]))
+child = System("noisy_child:Child", {"times": 2}, Path(sys.argv[1]))
 child.wait()
 child.pause()
 print(child._process.pid, flush=True)

@@ -48,8 +48,8 @@ def test_the_context_has_room_for_a_canvas_that_is_scheduled_ahead(
 ) -> None:
     cells = ["--systems", OURS, "--cells", "1x128", "--trace", "1x32768"]
     monkeypatch.setattr("sys.argv", ["full_shape", *cells])
-    command = full_shape.commands(full_shape.read_arguments(), "checkpoint")[OURS]
-    assert int(command[command.index("--max-model-len") + 1]) == 32_768 + 2 * CANVAS
+    settings = full_shape.commands(full_shape.read_arguments(), "checkpoint")[OURS]
+    assert settings["max_model_len"] == 32_768 + 2 * CANVAS
 
 
 def test_even_routing_is_even_the_same_and_counted() -> None:
