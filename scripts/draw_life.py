@@ -71,7 +71,7 @@ BOXES = {
         4,
         "The forward",
         (
-            "models/diffusion_gemma.py: SelfConditioning",
+            "models/diffusion_gemma.py: forward",
             "attention/gpu.py, cpu/attention/backend.py: forward",
         ),
     ),
