@@ -11,6 +11,8 @@ from vllm_dllm.config.step_sizes import capture_sizes, max_canvases_per_step
 from vllm_dllm.models.vocabulary import shards_begin_at_blocks
 from vllm_dllm.quantization import modelopt
 
+logger = init_logger(__name__)
+
 SLOT_MEMORY_BYTES = 512 << 20
 """Most memory for what a default number of requests keeps from step to step."""
 LOGITS_MEMORY_BYTES = 4 << 30
@@ -54,9 +56,6 @@ def most_with_logits(vllm_config: VllmConfig) -> int:
     canvas_length = vllm_config.diffusion_config.canvas_length
     per_canvas = 8 * canvas_length * vllm_config.model_config.get_vocab_size()
     return max(FEWEST_REQUESTS, LOGITS_MEMORY_BYTES // per_canvas)
-
-
-logger = init_logger(__name__)
 
 
 def choose_capture_sizes(vllm_config: VllmConfig) -> list[int] | None:
