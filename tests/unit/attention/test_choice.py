@@ -275,9 +275,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, logged: Callable[..., list[str]]) -> 
         (serving_config.checks, "check_token_budget"),
         (serving_config.checks, "check_overrides"),
         (serving_config, "read_denoise_config"),
-        (serving_config.num_requests, "default_max_num_seqs"),
-        (serving_config.cuda_graphs, "choose_capture_sizes"),
-        (serving_config.cuda_graphs, "log_capacity"),
+        (serving_config.sizes, "default_max_num_seqs"),
+        (serving_config.sizes, "choose_capture_sizes"),
+        (serving_config.sizes, "log_capacity"),
         (serving_config, "finish_config"),
     ):
         monkeypatch.setattr(owner, name, lambda *_: 8)
