@@ -168,7 +168,7 @@ class TopTokens:
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns logits [rows, k] fp32 and tokens [rows, k] int64, the most probable first, and
-        the logsumexp [rows, 1] fp32 over all tiles. Fewer tokens have fewer columns."""
+        the logsumexp [rows, 1] fp32 over all tiles. There are fewer columns for fewer tokens."""
         assert self._best is not None, "no tile has been added"
         return self._best
 

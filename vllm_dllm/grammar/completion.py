@@ -250,6 +250,6 @@ def _masks_along(start: GrammarState, tokens: list[int]) -> list[bytes]:
 
 
 def _completes(state: GrammarState, tokens: list[int]) -> bool:
-    """Returns whether the tokens are legal at `state`, which stays, and complete the answer."""
+    """Returns whether the tokens, from `state` on, are legal and complete the answer."""
     end = state.copy()
     return end.consume_tokens(tokens) == len(tokens) and end.is_complete()

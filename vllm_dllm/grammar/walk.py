@@ -126,7 +126,7 @@ def _walk_reasoning(state: GrammarState, rows: CanvasRows, path: LegalPath) -> N
 
 def find_unsure_rows(state: GrammarState, rows: CanvasRows) -> np.ndarray:
     """Returns the rows [n] int64, rising, whose best guess is less probable than `SURE_LOGPROB`, is
-    whitespace, or is a stop token. The last entry is the number of rows. `state` stays."""
+    whitespace, or is a stop token. Last comes the number of rows. Does not move `state`."""
     guess = rows.tokens[:, 0]
     unsure = rows.logprobs[:, 0] < SURE_LOGPROB
     unsure |= state.vocabulary.num_spaces[guess] > 0
