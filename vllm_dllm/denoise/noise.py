@@ -44,8 +44,8 @@ def uniform(
     stream: int | torch.Tensor,  # a tensor broadcasts against `steps`
 ) -> torch.Tensor:
     """Returns uniform numbers [..., n, C] float64 in [0, 1), with 53 random bits each. Position,
-    step and stream each advance one counter by a stride of their own. `step_noise` and
-    `draws_triton` give the same bits: change all three together."""
+    step and stream each advance one counter by a stride of their own. `draws_triton`
+    gives the same bits: change both together."""
     origin = keys + steps.long() * _STEP_STRIDE + stream * _STREAM_STRIDE
     bits = _mix(positions.long() * _GOLDEN + origin[..., None])
     return _logical_shift_right(bits, 11).double() * 2.0**-53

@@ -61,7 +61,8 @@ class BlockSpans:
 
         self._blocks: WeakKeyDictionary[Request, _Blocks] = WeakKeyDictionary()
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
-        tracer: Any = trace.get_tracer(__name__)
+        # The scope of our spans, by which users may filter them.
+        tracer: Any = trace.get_tracer("vllm_dllm.scheduling.block_spans")
         self._tracer = tracer
         # A worker in this process seeds Python's numbers, and every start would have the same ids.
         tracer.id_generator = SystemIds()
