@@ -41,7 +41,9 @@ def open_fp8_linears(modules: Iterable[Any]) -> None:
     compiled. Other formats, scales and kernels, and weights that vLLM pads, are left alone."""
     for layer, stock in _find_by_kernel(modules, CutlassFP8ScaledMMLinearKernel):
         keys = (stock.config.weight_quant_key, stock.config.activation_quant_key)
-        shape = (layer.input_size_per_partition, stock.logical_output_size)
+        # Linears that every rank has whole have no size of a rank's part.
+        inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+        shape = (inputs, stock.logical_output_size)
         if keys == (kFp8StaticChannelSym, kFp8DynamicTokenSym) and layer.weight.shape == shape:
             stock.__class__ = OpenFp8Linear
 

@@ -36,7 +36,7 @@ class Linear(LinearBase):
         self.exact = stored.to(FP8).float()
         self.weight = torch.nn.Parameter(stored.to(FP8).t(), requires_grad=False)
         self.weight_scale = torch.nn.Parameter(torch.rand(outer, 1) + 0.5, requires_grad=False)
-        self.input_size_per_partition, self.quant_method = INNER, None
+        self.input_size, self.quant_method = INNER, None  # of a linear that each rank has whole
         config = FP8ScaledMMLinearLayerConfig(
             weights, kFp8DynamicTokenSym, (outer, INNER), torch.float32, torch.float32
         )
@@ -103,7 +103,7 @@ def test_a_compiled_step_runs_what_was_fastest_for_its_rows(calls: list[str]) ->
 
 def test_others_are_left_alone() -> None:
     padded, by_tensor, other = Linear(), Linear(weights=kFp8StaticTensorSym), Linear()
-    padded.input_size_per_partition -= 1
+    padded.input_size_per_partition = INNER - 1
     other.scheme.fp8_linear = object()
     modules = [padded, by_tensor, other, torch.nn.Identity()]
     open_fp8_linears(modules)
