@@ -41,15 +41,17 @@ def candidates(
         return
     from vllm import _custom_ops as ops
 
-    from vllm_dllm.measured.fp8_linears import PRODUCTS
+    from vllm_dllm.compat.fp8_linears import Product
+    from vllm_dllm.measured.fp8_linears import CANDIDATES
 
     rows, scale = states.to(FP8), torch.ones(len(states), 1, device=states.device)
     small = [weight.to(FP8) for weight in weights]
     one = torch.ones(weights[0].shape[0], 1, device=states.device)
-    for name, multiply in PRODUCTS.items():
+    for name, multiply in CANDIDATES.items():
 
-        def run(multiply: Callable[..., torch.Tensor] = multiply) -> torch.Tensor:
-            return multiply(rows, scale, small[next(turns)].T, one, None, torch.bfloat16)
+        def run(multiply: Callable[[Product], torch.Tensor] = multiply) -> torch.Tensor:
+            b = small[next(turns)].T
+            return multiply(Product(rows, scale, b, one, None, torch.bfloat16))
 
         yield f"{name} FP8", run
     scales = ops.scaled_fp8_quant(states, use_per_token_if_dynamic=True)[1]

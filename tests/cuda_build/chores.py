@@ -210,7 +210,7 @@ def try_linears(device: GpuDevice, folder: Path, rows: int) -> dict[str, Any]:
     """A server that chooses the kernels of its FP8 linears, as far as nothing is computed: for each
     shape of a weight, the shape of what each candidate makes; what a CUDA graph forbids; a
     request's answer, with a candidate for each shape; and kernels of Triton that ran for it."""
-    from vllm_dllm.compat.fp8_linears import opened_fp8_linears
+    from vllm_dllm.compat.fp8_linears import Product, opened_fp8_linears
     from vllm_dllm.measured import fp8_linears
     from vllm_dllm.step.runner import worker
 
@@ -231,19 +231,19 @@ def try_linears(device: GpuDevice, folder: Path, rows: int) -> dict[str, Any]:
         with device:
             states = torch.zeros(rows, layer.weight.shape[0], device="cuda").to(fp8_linears.FP8)
             scale = torch.ones(rows, 1, device="cuda")
-            call = (states, scale, layer.weight, layer.weight_scale, None, torch.bfloat16)
-            for multiply in fp8_linears.PRODUCTS.values():
-                multiply(*call)
+            product = Product(states, scale, layer.weight, layer.weight_scale, None, torch.bfloat16)
+            for multiply in fp8_linears.CANDIDATES.values():
+                multiply(product)
             for log in (device.waits, device.forbidden):
                 log.clear()
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 shapes[shape] = {
-                    name: tuple(multiply(*call).shape)
-                    for name, multiply in fp8_linears.PRODUCTS.items()
+                    name: tuple(multiply(product).shape)
+                    for name, multiply in fp8_linears.CANDIDATES.items()
                 }
             problems = [*device.waits, *device.forbidden]
             assert not problems, problems
-    names = list(fp8_linears.PRODUCTS)
+    names = list(fp8_linears.CANDIDATES)
     fp8_linears.use_kernels(
         {shape: {str(rows): names[n % len(names)]} for n, shape in enumerate(layers)}
     )

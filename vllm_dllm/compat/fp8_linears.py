@@ -1,7 +1,7 @@
 """Linears in FP8 that vLLM has CUTLASS multiply, and vLLM's other kernel for the same weights."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import _custom_ops as ops
@@ -16,6 +16,17 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 
+class Product(NamedTuple):
+    """A product of matrices in FP8, a @ b with scales and a bias."""
+
+    a: torch.Tensor  # [M, K] e4m3
+    a_scale: torch.Tensor  # [M, 1] fp32
+    b: torch.Tensor  # [K, N] e4m3, a transposed view of what is stored
+    b_scale: torch.Tensor  # [N, 1] or [N] fp32
+    bias: torch.Tensor | None  # [N]
+    dtype: torch.dtype  # of the result
+
+
 class OpenFp8Linear(CutlassFP8ScaledMMLinearKernel):
     """vLLM's linear by CUTLASS, whose product is one operation for torch.compile, so that another
     kernel can be chosen after the model is compiled: `measured/fp8_linears.py`."""
@@ -23,15 +34,15 @@ class OpenFp8Linear(CutlassFP8ScaledMMLinearKernel):
     def apply_scaled_mm(
         self,
         *,
-        A: torch.Tensor,  # [M, K] e4m3
-        B: torch.Tensor,  # [K, N] e4m3, a transposed view of what is stored
+        A: torch.Tensor,
+        B: torch.Tensor,
         out_dtype: torch.dtype,
-        As: torch.Tensor,  # [M, 1] fp32
-        Bs: torch.Tensor,  # [N, 1] fp32
+        As: torch.Tensor,
+        Bs: torch.Tensor,
         bias: torch.Tensor | None,
         output_shape: list[int],
     ) -> torch.Tensor:
-        """Returns A @ B with its scales and bias, as `out_dtype` in the shape `output_shape`."""
+        """Returns the `Product` of these arguments in the shape `output_shape`."""
         product = torch.ops.vllm.vllm_dllm_fp8_linear(A, As, B, Bs, bias, out_dtype)
         return product.view(*output_shape)
 
@@ -64,26 +75,14 @@ def _find_by_kernel(modules: Iterable[Any], kernel: type) -> Iterator[tuple[Line
                 yield module, found
 
 
-def multiply_by_cutlass(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Returns a @ b with its scales and bias, [M, N], for arguments as in `OpenFp8Linear`."""
+def multiply_by_cutlass(product: Product) -> torch.Tensor:
+    """Returns a product [M, N]."""
+    a, a_scale, b, b_scale, bias, dtype = product
     return ops.cutlass_scaled_mm(a, b, a_scale, b_scale, dtype, bias)
 
 
-def multiply_by_triton(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Returns what `multiply_by_cutlass` does, by vLLM's Triton kernel."""
-    product: torch.Tensor = triton_scaled_mm(a, b, a_scale, b_scale, dtype, bias)
-    return product
+def multiply_by_triton(product: Product) -> torch.Tensor:
+    """Returns a product [M, N], by vLLM's Triton kernel."""
+    a, a_scale, b, b_scale, bias, dtype = product
+    found: torch.Tensor = triton_scaled_mm(a, b, a_scale, b_scale, dtype, bias)
+    return found

@@ -6,15 +6,16 @@ multiply by one operation, which looks up its kernel when it runs. CUDA graphs k
 their capture.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_dllm.compat.fp8_linears import (
+    Product,
     multiply_by_cutlass,
     multiply_by_triton,
     opened_fp8_linears,
@@ -25,26 +26,20 @@ FP8 = torch.float8_e4m3fn
 
 Kernels = Mapping[str, Mapping[str, str]]
 """By the shape of a weight, as `shape_name` says it, and the rows of a step, which are strings as
-in JSON: a key of `PRODUCTS`. Shapes that are missing run CUTLASS."""
+in JSON: a key of `CANDIDATES`. Shapes that are missing run CUTLASS."""
 
 
-def multiply_by_pytorch(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Returns what `multiply_by_cutlass` does. Raises RuntimeError where PyTorch has no row-wise
-    product: for fp16, and on GPUs before Hopper."""
+def multiply_by_pytorch(product: Product) -> torch.Tensor:
+    """Returns a product [M, N]. Raises RuntimeError where PyTorch has no row-wise one: for fp16,
+    and on GPUs before Hopper."""
+    a, a_scale, b, b_scale, bias, dtype = product
     return torch._scaled_mm(
         a, b, scale_a=a_scale, scale_b=b_scale.view(1, -1), bias=bias, out_dtype=dtype
     )
 
 
 CUTLASS = "CUTLASS"
-PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+CANDIDATES: dict[str, Callable[[Product], torch.Tensor]] = {
     CUTLASS: multiply_by_cutlass,
     "PyTorch": multiply_by_pytorch,
     "Triton": multiply_by_triton,
@@ -74,11 +69,11 @@ def _multiply(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns what `multiply_by_cutlass` does, by the kernel in use."""
+    """Returns the `Product` of these arguments, by the kernel in use."""
     chosen, name = _in_use.get(shape_name(b)), CUTLASS
     if chosen:
         name = chosen[min(chosen, key=lambda rows: abs(int(rows) - len(a)))]
-    return PRODUCTS[name](a, a_scale, b, b_scale, bias, dtype)
+    return CANDIDATES[name](Product(a, a_scale, b, b_scale, bias, dtype))
 
 
 direct_register_custom_op(
@@ -101,17 +96,15 @@ def measure_fp8_linears(
     layers = {shape_name(layer.weight): layer for layer in opened_fp8_linears(modules)}
     kernels: dict[str, dict[str, str]] = {}
     gains: list[float] = []
-    for (shape, layer), number in product(layers.items(), rows):
-        weight, scale = layer.weight, layer.weight_scale
+    for (shape, layer), number in itertools.product(layers.items(), rows):
+        weight = layer.weight
         states = torch.randn(number, weight.shape[0], device=weight.device).to(FP8)
         ones = torch.ones(number, 1, device=weight.device)
         bias = getattr(layer, "bias", None)
+        timed = Product(states, ones, weight, layer.weight_scale, bias, dtype)
         times = stopwatch.time_candidates(
             f"FP8 linears of {shape}, {number:,} rows",
-            {
-                name: partial(multiply, states, ones, weight, scale, bias, dtype)
-                for name, multiply in PRODUCTS.items()
-            },
+            {name: partial(multiply, timed) for name, multiply in CANDIDATES.items()},
         )
         if times:
             best = kernels.setdefault(shape, {})[str(number)] = fastest(times)
@@ -119,6 +112,6 @@ def measure_fp8_linears(
                 gains.append(times[CUTLASS] / times[best])
     if not gains:
         return kernels, []
-    timed = sum(map(len, kernels.values()))
-    words = f"{len(gains)} of {timed} FP8 linears {min(gains):.2f} to {max(gains):.2f} times"
+    all_timed = sum(map(len, kernels.values()))
+    words = f"{len(gains)} of {all_timed} FP8 linears {min(gains):.2f} to {max(gains):.2f} times"
     return kernels, [words]

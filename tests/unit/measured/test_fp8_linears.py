@@ -17,7 +17,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from tests import tolerances
-from vllm_dllm.compat.fp8_linears import OpenFp8Linear, open_fp8_linears, opened_fp8_linears
+from vllm_dllm.compat.fp8_linears import (
+    OpenFp8Linear,
+    Product,
+    open_fp8_linears,
+    opened_fp8_linears,
+)
 from vllm_dllm.measured import fp8_linears
 from vllm_dllm.measured.stopwatch import Stopwatch
 
@@ -52,13 +57,14 @@ class Linear(LinearBase):
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Which kernel multiplied, one product after the other; each computes as floats do."""
     calls: list[str] = []
-    for name in fp8_linears.PRODUCTS:
+    for name in fp8_linears.CANDIDATES:
 
-        def multiply(a: Any, a_scale: Any, b: Any, b_scale: Any, bias: None, dtype: Any, name=name):
+        def multiply(product: Product, name: str = name) -> torch.Tensor:
             calls.append(name)
+            a, a_scale, b, b_scale, _, dtype = product
             return ((a.float() * a_scale) @ (b.float() * b_scale.view(1, -1))).to(dtype)
 
-        monkeypatch.setitem(fp8_linears.PRODUCTS, name, multiply)
+        monkeypatch.setitem(fp8_linears.CANDIDATES, name, multiply)
     monkeypatch.setattr(
         CutlassFP8ScaledMMLinearKernel, "is_supported", classmethod(lambda *_: (True, None))
     )
@@ -139,7 +145,7 @@ def test_each_shape_and_number_of_rows_gets_its_fastest(
     faster = {"CUTLASS": 1.0, "PyTorch": 1.1, "Triton": 0.8}
 
     def clock(run: Any) -> float:
-        is_small = run.args[0].shape[0] == 4
+        is_small = len(run.args[0].a) == 4
         run()
         return (faster if is_small else ms)[calls[-1]]
 
@@ -163,6 +169,6 @@ def test_pytorch_multiplies_rows_by_channels() -> None:
     linear = Linear()
     x, scale = rows(16), torch.rand(16, 1) + 0.5
     found = fp8_linears.multiply_by_pytorch(
-        x.to(FP8), scale, linear.weight, linear.weight_scale, None, torch.float32
+        Product(x.to(FP8), scale, linear.weight, linear.weight_scale, None, torch.float32)
     )
     assert_right(linear, x * scale, found)
