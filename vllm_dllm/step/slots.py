@@ -55,7 +55,7 @@ class SlotNumbers(NamedTuple):
     num_steps: torch.Tensor  # the request's step cap
     end: torch.Tensor  # absolute position: a block that ends there or later is the last one
     width: torch.Tensor  # canvas length the request asked for, 1..C
-    fitted_end: torch.Tensor  # absolute position: canvases are fitted to it (`fitted_width`)
+    fitted_end: torch.Tensor  # absolute position: canvases are fitted to it (`narrowed_width`)
     symmetric_window: torch.Tensor  # 1 = symmetric window rule, 0 = reference
 
 

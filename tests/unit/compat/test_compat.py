@@ -56,12 +56,9 @@ def test_the_installed_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found, said) == (0, f"vLLM {Sources(VLLM).version}: nothing to look at.\n")
 
 
-def test_each_seam_says_when_it_holds() -> None:
-    """One that vLLM gave up has a successor under the same name, or another that says so."""
-    for release in version.KNOWN:
-        assert any(version.is_at_least(seam.since, release) for seam in SEAMS)
-    starts = {seam.since for seam in SEAMS} | {seam.until for seam in SEAMS if seam.until}
-    assert starts <= {"0", *version.KNOWN}
+def test_seams_begin_and_end_with_a_known_version() -> None:
+    versions = {seam.since for seam in SEAMS} | {seam.until for seam in SEAMS if seam.until}
+    assert versions <= {"0", *version.KNOWN}
 
 
 class Altered(Sources):
