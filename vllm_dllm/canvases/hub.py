@@ -12,8 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vllm_dllm.config.canvas_feeds import new_random_name, socket_path
-from vllm_dllm.requests.canvas_messages import unpack_canvases
+from vllm_dllm.config.canvas_feeds import new_random_name, socket_path, unpack_canvases
 
 BUFFER_CANVASES = 32
 _SOCKET_MESSAGES = 64

@@ -1,8 +1,10 @@
-"""vLLM's MoE kernels: which layers run them, their tile sizes, and how to run another first."""
+"""vLLM's MoE kernels: which layers run them, their tile sizes, and how to run another first. Also
+how its BailingMoeV2 routes tokens to experts."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
     MoEPrepareAndFinalizeNoDPEPModular,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from vllm_dllm.compat.patching import temporarily_patch
 
 Tiles = Mapping[str, int]
 """Tile sizes for one number of rows, by vLLM's names in its tuning files."""
@@ -186,3 +190,24 @@ def _type_name(layer: RoutedExperts) -> str | None:
     """Returns vLLM's name of the weights' type in names of tuning files; None: unquantised."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     return kernel.quant_config.config_name(layer.params_dtype)
+
+
+@contextlib.contextmanager
+def use_routing_function(choose: Callable[..., Any]) -> Iterator[None]:
+    """Makes layers that are built in this context route tokens by `choose`, which gets the
+    arguments of vLLM's `custom_routing_function` and, as `bias`, the layer's bias."""
+
+    def make_factory(stock: Any) -> Any:
+        def make_experts(*, e_score_correction_bias: torch.Tensor, **options: Any) -> Any:
+            options |= {
+                "custom_routing_function": partial(choose, bias=e_score_correction_bias),
+                "use_grouped_topk": False,
+                "num_expert_group": None,
+                "topk_group": None,
+            }
+            return stock(**options)
+
+        return make_experts
+
+    with temporarily_patch("model_executor.models.bailing_moe:FusedMoEFactory", make_factory):
+        yield

@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.platforms import current_platform
 
 from vllm_dllm.attention import use_window_rules
-from vllm_dllm.compat.expert_choice import use_routing_function
+from vllm_dllm.compat.experts import use_routing_function
 from vllm_dllm.config.architectures import family_of
 from vllm_dllm.models.expected_weights import check_numbers, errors_at_a_tensor
 from vllm_dllm.models.vocabulary import no_logits

@@ -14,8 +14,7 @@ import zmq.asyncio
 from vllm_dllm.canvases.hub import BUFFER_CANVASES, CanvasHub, Feed, InterleavedStream
 from vllm_dllm.canvases.middleware import OBJECT, CanvasStreams, parse_watched_request
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.config.canvas_feeds import FEED
-from vllm_dllm.requests.canvas_messages import pack_canvases, pack_end
+from vllm_dllm.config.canvas_feeds import FEED, pack_canvases, pack_end
 from vllm_dllm.requests.options import STREAM_CANVASES
 
 BODY: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tests.processes import HANGS_S
 from tests.unit.config.test_files import room_for
 from tests.unit.step.batches import canvas_batch
 from vllm_dllm.config import canvas_feeds
-from vllm_dllm.requests.canvas_messages import unpack_canvases
+from vllm_dllm.config.canvas_feeds import unpack_canvases
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.watched import observers
 from vllm_dllm.step.watched.canvas_sender import StepCanvases

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import zmq
 
-from vllm_dllm.requests.canvas_messages import pack_canvases, pack_end
+from vllm_dllm.config.canvas_feeds import pack_canvases, pack_end
 
 QUEUE_STEPS = 64  # steps that may wait for the thread; the oldest one makes room
 SOCKET_MESSAGES = 64  # messages that may wait in a socket
