@@ -100,8 +100,8 @@ class Times:
 
 def _least_worst(cells: list[Mapping[str, Any]]) -> Version:
     """Returns the version whose largest ratio to the fastest one, over all cells, is the smallest.
-    Versions within a factor of `EQUAL` count as equal, and the first of `VERSIONS` wins. A version
-    without a time cannot run."""
+    Versions within a factor of `EQUAL` count as equal, and the first of `VERSIONS` wins. `cells`:
+    entries of `ms` in `Times.layers`. A version without a time cannot run."""
     times = [{version: cell.get(version, math.inf) for version in VERSIONS} for cell in cells]
     worst = {v: max(each[v] / min(each.values()) for each in times) for v in VERSIONS}
     least = min(worst.values())

@@ -18,12 +18,12 @@ def compile_attention(
     longest: int,  # tokens of a request
     has_images: bool,  # whether requests may have some: masks of images are another kernel
 ) -> None:
-    """Runs a layer of each kind in steps that together compile every kernel it may run. Called
-    after versions are chosen."""
+    """Runs a layer of each kind in steps that together compile every kernel it may run. Must be
+    called after the versions of attention are chosen."""
     for layer in one_of_each_kind(layers):
         for num_reqs, length in steps_to_try(layer.impl.choice, most_rows):
             for images in {False, has_images}:
-                make_probe(
+                run_layer = make_probe(
                     layer,
                     num_reqs=num_reqs,
                     length=length,
@@ -31,7 +31,8 @@ def compile_attention(
                     longest=longest,
                     dtype=dtype,
                     has_images=images,
-                )()
+                )
+                run_layer()
 
 
 def one_of_each_kind(layers: Iterable[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -35,6 +36,15 @@ class _NonDiffusionConfig:
         return getattr(self._config, name)
 
 
+def _without_refusals(processor: Any) -> Any:
+    """Returns a copy of vLLM's InputProcessor that refuses no sampling parameters and structured
+    outputs for being those of a diffusion model."""
+    permissive = copy.copy(processor)
+    permissive.model_config = _NonDiffusionConfig(processor.model_config)
+    permissive.structured_outputs_config = None
+    return permissive
+
+
 def set_admission(
     architectures: Collection[str],
     describe_server: Callable[..., Any],
@@ -47,9 +57,9 @@ def set_admission(
         architectures: the diffusion models whose requests `admit` admits.
         describe_server: called once, as `describe_server(vllm_config, tokenizer, to_many=...)`.
             `to_many`: whether this process serves HTTP.
-        admit: called as `admit(params, facts, resolve)`. `facts`: what `describe_server` returned.
-            `resolve(params)` is vLLM's own `process_inputs`, and returns the engine's request. Here
-            it does not refuse structured outputs and most sampling parameters.
+        admit: called as `admit(params, served, resolve)`. `served` is what `describe_server`
+            returned. `resolve(params)` is vLLM's own `process_inputs`, and returns the engine's
+            request. Here it does not refuse structured outputs and most sampling parameters.
         admit_target: called as `admit_target(params, vocab_size, resolve, to_many=...)` for other
             models with a drafter.
     """
@@ -59,28 +69,30 @@ def set_admission(
     def process_inputs(
         stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
+        """Returns the engine's request: the one of an admitted prompt, under its new id; what our
+        functions make of the parameters of a model that they are for; else vLLM's own."""
         if isinstance(prompt, AdmittedPrompt):
             prompt.request.request_id = request_id
             for name in _STORED_PARAMETERS & kwargs.keys():
                 setattr(prompt.request, name, kwargs[name])
             return prompt.request
 
-        def resolve(params: SamplingParams) -> EngineCoreRequest:
+        def resolve(processor: Any, params: Any) -> EngineCoreRequest:
             return stock(processor, request_id, prompt, params, *args, **kwargs)
 
-        processor, model = self, self.model_config
+        model = self.model_config
         is_ours = model.is_diffusion and model.architecture in architectures
         if not isinstance(params, SamplingParams) or not (is_ours or self.speculative_config):
-            return resolve(params)
+            return resolve(self, params)
         if not is_ours:
-            return admit_target(params, model.get_vocab_size(), resolve, to_many=to_many)
-        if not hasattr(self, "facts"):
-            self.facts = describe_server(self.vllm_config, self.tokenizer, to_many=to_many)
-            self.permissive = copy.copy(self)
-            self.permissive.model_config = _NonDiffusionConfig(model)
-            self.permissive.structured_outputs_config = None
-        processor = self.permissive
-        return admit(params, self.facts, resolve)
+            own = partial(resolve, self)
+            return admit_target(params, model.get_vocab_size(), own, to_many=to_many)
+        if not hasattr(self, "vllm_dllm_served"):
+            self.vllm_dllm_served = describe_server(
+                self.vllm_config, self.tokenizer, to_many=to_many
+            )
+            self.vllm_dllm_permissive = _without_refusals(self)
+        return admit(params, self.vllm_dllm_served, partial(resolve, self.vllm_dllm_permissive))
 
 
 def admit_prompt(

@@ -136,7 +136,7 @@ def check_joined_patterns(schema: Any) -> None:
 
 def check_lark(text: str) -> None:
     """Raises GrammarError if a client's Lark grammar may join more than `MAX_JOINED` patterns, or
-    has a JSON schema inside that is too large, or joins as many."""
+    if a JSON schema inside of it does, is too large, or is nested too deeply."""
     if (count := text.count("&")) > MAX_JOINED:
         raise GrammarError(f"it must have at most {MAX_JOINED} signs &, got {count}")
     for found in _INLINE_SCHEMA.finditer(text):

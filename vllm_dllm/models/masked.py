@@ -101,8 +101,8 @@ class NemotronLabsDiffusionModel(MaskedModel, MistralForCausalLM):
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | names  # of quantised layers, too
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads weights as other models do. Mistral's own method expects the names and the
-        rotations of its consolidated files."""
+        """Loads weights by vLLM's general loader. Mistral's own method expects the names and the
+        rotations of its consolidated files. Returns the names of those loaded."""
         return AutoWeightsLoader(self).load_weights(weights)
 
 

@@ -154,7 +154,8 @@ class RequestOptions:
         return narrow | {"fits_canvases": True}
 
     def store_in(self, params: SamplingParams) -> None:
-        """Stores these options in `params.extra_args`, in place of the keys that set them."""
+        """Stores these options in `params.extra_args`, in place of the keys that set them. Keys
+        that vLLM's schedulers read stay, with the width of these options."""
         extra_args = {
             key: value
             for key, value in (params.extra_args or {}).items()

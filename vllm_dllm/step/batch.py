@@ -14,7 +14,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dllm.step.slots import Index, index_of
+from vllm_dllm.step.slots import Index, slice_if_consecutive
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class CanvasBatch:
             lengths=of_requests[2],
             first_rows=of_requests[3],
             first_tokens=of_requests[4],
-            request_index=index_of(requests, of_requests[0]),
-            slot_index=index_of(slots, of_requests[1]),
+            request_index=slice_if_consecutive(requests, of_requests[0]),
+            slot_index=slice_if_consecutive(slots, of_requests[1]),
             cells=None if cells is None else to_device(cells),
             tokens=None if tokens is None else to_device(tokens),
             behind=None if behind is None else to_device(behind),

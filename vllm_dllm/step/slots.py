@@ -8,6 +8,7 @@ requests ask for by slot, too (`Registry`).
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,9 +38,9 @@ Index: TypeAlias = slice | torch.Tensor
 with the next write."""
 
 
-def index_of(rows: np.ndarray, on_device: torch.Tensor) -> Index:
-    """Returns the index of `rows` [n], which are not empty: a slice if they are consecutive, else
-    `on_device`, their copy."""
+def slice_if_consecutive(rows: np.ndarray, on_device: torch.Tensor) -> Index:
+    """Returns `rows` [n], at least one, as a slice if they are consecutive, else `on_device`, their
+    copy on the device."""
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return on_device
@@ -81,10 +82,7 @@ class CanvasSlots:
         dtype: torch.dtype,
     ) -> None:
         R, C = canvas.shape
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=canvas.device)
-
+        zeros = partial(torch.zeros, device=canvas.device)
         self.canvas = canvas
         self.numbers = zeros(R, len(SlotNumbers._fields), dtype=torch.int64)
         self.columns = SlotNumbers(*self.numbers.unbind(dim=-1))  # views of all slots

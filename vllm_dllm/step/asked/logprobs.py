@@ -33,7 +33,8 @@ class StepLogprobs(Registry):
     requests that ask for log-probabilities have an entry."""
 
     def __init__(self, mode: str, vocab_size: int, device: torch.device) -> None:
-        """`mode`: vLLM's `logprobs_mode`."""
+        """`mode`: vLLM's `logprobs_mode`. `vocab_size`: what a request that asks for all tokens
+        gets."""
         self.reports_logits = mode in ("raw_logits", "processed_logits")
         self.reports_processed = mode in ("processed_logits", "processed_logprobs")
         self.vocab_size = vocab_size

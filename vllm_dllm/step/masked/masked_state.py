@@ -54,7 +54,7 @@ class MaskedModelState(CausalModelState):
     def attn_requests(
         self, input_batch: InputBatch, block_tables: Sequence[torch.Tensor]
     ) -> AttnRequests:
-        return AttnRequests.one_each(input_batch, block_tables)
+        return AttnRequests.one_per_request(input_batch, block_tables)
 
     def causal(self, requests: AttnRequests, input_batch: InputBatch) -> torch.Tensor | int:
         """Returns how many tokens a block has, one number for all requests. Returns 1 for

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dllm.attention import WindowRules
-from vllm_dllm.step.slots import Index, index_of
+from vllm_dllm.step.slots import Index, slice_if_consecutive
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,23 @@ class AttnRequests:
         num_canvas = batch.num_draft_tokens_per_req
         if num_canvas is not None and (batch.is_prefilling_np & (num_canvas > 0)).any():
             return cls._split_canvases(batch, num_canvas, block_tables, device)
-        return cls.one_each(batch, block_tables)
+        return cls.one_per_request(batch, block_tables)
 
     @classmethod
-    def one_each(cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]) -> "AttnRequests":
-        """Builds one request for each of the batch. Known rows and canvas rows of one request must
-        follow the same rule of visibility."""
+    def one_per_request(
+        cls, batch: InputBatch, block_tables: Sequence[torch.Tensor]
+    ) -> "AttnRequests":
+        """Builds the requests of a batch, none of which is split. The known rows and the canvas
+        rows of one request must follow the same rule of visibility."""
         num_reqs = batch.num_reqs
         return cls(
             is_prompt=batch.is_prefilling_np,
             query_start_loc_np=batch.query_start_loc_np[: num_reqs + 1],
             query_start_loc=batch.query_start_loc[: num_reqs + 1],
             seq_lens=batch.seq_lens[:num_reqs],
-            slots=index_of(batch.idx_mapping_np[:num_reqs], batch.idx_mapping[:num_reqs]),
+            slots=slice_if_consecutive(
+                batch.idx_mapping_np[:num_reqs], batch.idx_mapping[:num_reqs]
+            ),
             block_tables=block_tables,
             max_query_len=batch.max_query_len or int(batch.num_scheduled_tokens.max()),
         )

@@ -44,7 +44,7 @@ class Step:
     @classmethod
     def from_event(cls, canvas: Mapping[str, Any]) -> "Step":
         """Returns the step that an event in the stream of an answer describes
-        (docs/canvases.md)."""
+        (docs/canvases.md). Raises KeyError if it lacks a field."""
         return cls(
             block=canvas["block"],
             number=canvas["step"],
