@@ -142,6 +142,7 @@ class NamedTokensRejectionSampler(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> LogprobsTensors | None:
+        """Returns vLLM's scores, and those of each request's named tokens if any names some."""
         slots, self._slots = self._slots[: len(logits)], self._slots[len(logits) :]
         arguments = sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np
         if self._num_named == 0:

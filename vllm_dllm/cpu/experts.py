@@ -84,6 +84,8 @@ def _multiply_scaled(
     quantize: Callable[[torch.Tensor], Scaled],
     decode: Callable[[int], Scaled],  # expert -> its weights
 ) -> Projection:
+    """Returns the projection that multiplies inputs from `quantize` and weights from `decode` in
+    the type that is fastest for `dtype`, the model's."""
     return Projection(
         lambda x: quantize(x).to_model_dtype(dtype),
         lambda rows, expert: formats.multiply(rows, decode(expert).to_model_dtype(dtype)),

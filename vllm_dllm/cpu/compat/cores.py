@@ -20,7 +20,9 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
     `choose` gets the ids of the cores that vLLM could give each worker, and returns some of them.
     """
 
-    def make(stock: Any) -> Any:
+    def extend(stock: Any) -> Any:
+        """Returns a subclass of vLLM's chooser of cores `stock`."""
+
         class ChosenCores(stock):
             """vLLM's chooser of cores, except where the choice is ours."""
 
@@ -66,7 +68,7 @@ def set_core_choice(choose: Callable[[list[list[int]]], list[list[int]]], worker
 
         return ChosenCores
 
-    patch("v1.executor.multiproc_executor:OMPProcessManager", make)
+    patch("v1.executor.multiproc_executor:OMPProcessManager", extend)
 
 
 def split_node_cores(by_node: list[list[Any]], num_workers: int) -> list[list[Any]]:
