@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.gpu_dry_run import fake_cuda as stand_ins
 from tests.gpu_dry_run.fake_cuda import FakeCuda, Kernel
@@ -59,6 +60,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return made
 
     monkeypatch.setattr(torch, "tensor", pinned_tensor)
+    # One copy, as of a tensor on a GPU; else each number is one.
+    monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist())
     device.forget()
     with device, torch.inference_mode():
         yield device

@@ -1,5 +1,5 @@
-"""A step of masked canvases on a GPU: the host waits for nothing, in every mode. Steps that verify
-drafts launch no more than they did."""
+"""A step of masked canvases on a GPU: the host waits for nothing, in every mode, and with grammars of
+drafts no more than once. Steps that verify drafts launch no more than they did."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -17,6 +18,7 @@ from tests.unit.step.batches import Model
 from tests.unit.step.worker import params
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.requests.options import server_defaults
+from vllm_dllm.step.asked.grammars import CanvasGrammars
 from vllm_dllm.step.masked.masked_state import state_class
 
 V = 1_000
@@ -128,3 +130,24 @@ def test_a_verified_step_launches_no_more_than_it_did(cuda: FakeCuda, architectu
     cuda.launches.clear()
     server.step(server.widths, prefills=False)
     assert len(cuda.launches) <= MOST[architecture], Counter(cuda.launches).most_common()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [(NEMOTRON, "self_speculation"), (FAST_DLLM, "verified"), (SDAR, "verified")],
+)
+def test_grammars_of_drafts_are_read_in_one_copy(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, architecture: str, mode: str
+) -> None:
+    """Where no token is chosen: each row that a grammar chooses from is one more."""
+    state = SimpleNamespace(has_ended=True, plan=None)
+    monkeypatch.setattr(CanvasGrammars, "_compile", lambda *_: state)
+    server = Server(True, architecture)
+    for req_id in ("one", "another"):
+        server.admit(req_id, mode, structured_outputs=StructuredOutputsParams(regex="a"))
+    server.step(dict.fromkeys(server.widths, PROMPT), prefills=True)
+    for _ in range(2):
+        cuda.forget()
+        server.step(server.widths, prefills=False)
+        (wait,) = cuda.waits
+        assert wait.startswith("a copy to the host at vllm_dllm/step/asked/grammar_runs.py")

@@ -39,13 +39,11 @@ class GrammarRuns(CanvasGrammars):
         rules: MaskedRules,  # fields [n]
         draws: RowDraws,
         part_length: int | None,  # positions of a part, see `RunRule`; None: a canvas is one part
-    ) -> GrammarReveal | None:
+    ) -> GrammarReveal:
         """Finds the legal run that this step reveals in each canvas with a grammar, and moves the
-        grammars on by these runs. Returns None if no request of the batch has a grammar. Waits for
-        the device. A grammar without a legal path is given up, with an error in the log."""
+        grammars on by these runs. Waits for the device. A grammar without a legal path is given up,
+        with an error in the log."""
         batch = inputs.batch
-        if not self.any_in(batch):
-            return None
         n, C = batch.num_canvases, batch.canvas_length
         tokens = np.full((n, C), _NONE, dtype=np.int64)
         revealed, is_held = np.zeros((n, C), dtype=bool), np.zeros(n, dtype=bool)
@@ -97,30 +95,35 @@ class GrammarRuns(CanvasGrammars):
         answer.is_cut |= run.is_cut
         return run.tokens
 
-    def legal_verified_tokens(
+    def legal_drafts(
         self,
         inputs: "StepInputs",
-        verified_now: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies
+        are_chosen: torch.Tensor,  # [n] bool, canvases whose drafts this step verifies or makes
+        is_draft: torch.Tensor,  # [n] bool, those of them that hold a draft; it is verified now
         draws: RowDraws,
         tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
-        lead: int,  # how many positions ahead a row of a verified canvas predicts: 0 or 1
+        lead: int = 0,  # how many positions ahead a row of a verified canvas predicts: 0 or 1
     ) -> torch.Tensor:
-        """Returns `tokens` [n, C] int64, with tokens that the grammar allows in verified canvases
-        that have one: in each row up to and including the first whose token differs from the draft.
-        Rows that the answer has passed before, and those behind the difference, keep theirs. Moves
-        the grammars on by the new tokens. Waits for the device."""
+        """Returns `tokens` [n, C] int64, with tokens that the grammar allows in the chosen canvases
+        that have one. A verified draft gets them up to and including the first that differs from
+        it, and the grammar moves on by them. A new draft gets a legal path as far as one is found,
+        and the grammar moves on when it is verified. Rows that the answer has passed before, and
+        those behind the legal tokens, keep theirs. Waits for the device."""
         batch = inputs.batch
         if not self.any_in(batch):
             return tokens
-        drafts = self._slots.canvas[batch.slot_index].tolist()
+        canvas = self._slots.canvas[batch.slot_index]
+        read = torch.cat((inputs.starts[:, None], is_draft.long()[:, None], canvas), dim=1)
 
-        def verify(i: int, start: int) -> tuple[int, list[int]]:
+        def find(i: int, start: int, is_verified: int, *draft: int) -> tuple[int, list[int]]:
+            slot, choose, length = batch.slots_list[i], draws.legal_in_canvas(i), batch.lengths_np[i]
+            if not is_verified:
+                return self._find_draft(slot, start, int(length), choose)
             # With a lead, the last row predicts a token behind the canvas: it has no draft.
-            drafted = [*drafts[i], _NONE][lead : lead + int(batch.lengths_np[i])]
-            slot, choose = batch.slots_list[i], draws.legal_in_canvas(i)
+            drafted = [*draft, _NONE][lead : lead + int(length)]
             return self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
 
-        return self._replace_tokens(batch, inputs.starts, verified_now, tokens, verify)
+        return self._replace_tokens(batch, read, are_chosen, tokens, find)
 
     def _verify_draft(
         self,
@@ -151,26 +154,6 @@ class GrammarRuns(CanvasGrammars):
             if run != [draft]:
                 break
         return first, chosen
-
-    def legal_drafts(
-        self,
-        inputs: "StepInputs",
-        are_drafted: torch.Tensor,  # [n] bool, canvases that this step fills with a draft
-        draws: RowDraws,
-        tokens: torch.Tensor,  # [n, C] int64, drawn from the rows without grammars
-    ) -> torch.Tensor:
-        """Returns `tokens` [n, C] int64, with a legal path in the drafted canvases that have a
-        grammar: from the first row that their answer has not passed, as far as a path is found.
-        Grammars stay, and move on when the draft is verified. Waits for the device."""
-        batch = inputs.batch
-        if not self.any_in(batch):
-            return tokens
-
-        def draft(i: int, start: int) -> tuple[int, list[int]]:
-            slot, length = batch.slots_list[i], int(batch.lengths_np[i])
-            return self._find_draft(slot, start, length, draws.legal_in_canvas(i))
-
-        return self._replace_tokens(batch, inputs.starts, are_drafted, tokens, draft)
 
     def _find_draft(
         self, slot: int, begin: int, length: int, choose: ChooseCandidate
@@ -209,24 +192,27 @@ class GrammarRuns(CanvasGrammars):
             return 0, self._reveal_run(slot, draws.legal_in_canvas(i), 0, 1, _ONE) or []
 
         begins = torch.ones_like(starts) if is_new is None else is_new
-        return self._replace_tokens(rows, starts, begins, tokens[:, None], choose_first)[:, 0]
+        replaced = self._replace_tokens(
+            rows, starts[:, None], begins, tokens[:, None], choose_first
+        )
+        return replaced[:, 0]
 
     def _replace_tokens(
         self,
         batch: CanvasBatch,
-        starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
+        read: torch.Tensor,  # [n, k] int64, what `find` reads of each canvas
         are_chosen: torch.Tensor,  # [n] bool, canvases whose tokens may be replaced
         tokens: torch.Tensor,  # [n, C] int64
-        find: Callable[[int, int], tuple[int, list[int]]],
+        find: Callable[..., tuple[int, list[int]]],
     ) -> torch.Tensor:
         """Returns `tokens` [n, C] int64, with legal ones in the chosen canvases that have a
-        grammar. `find` gets the index of such a canvas and where it begins, and returns the first
+        grammar. `find` gets the index of such a canvas and its row of `read`, and returns the first
         row whose token is replaced and the tokens from there on. Waits for the device."""
         legal = np.full(tokens.shape, _NONE, dtype=np.int64)
-        on_host = torch.stack((starts, are_chosen.long()), dim=1).tolist()
-        for i, (start, is_chosen) in enumerate(on_host):
+        on_host = torch.cat((are_chosen.long()[:, None], read), dim=1).tolist()  # all in one copy
+        for i, (is_chosen, *of_canvas) in enumerate(on_host):
             if is_chosen and batch.slots_list[i] in self._answers:
-                first, run = find(i, start)
+                first, run = find(i, *of_canvas)
                 legal[i, first : first + len(run)] = run
         on_device = self._to_device(legal)
         return torch.where(on_device == _NONE, tokens, on_device)

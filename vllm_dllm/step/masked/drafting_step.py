@@ -99,10 +99,7 @@ class DraftingStep(MaskedStep):
         if not self.grammars.any_in(inputs.batch):
             return tokens
         counts = is_verified & ~inputs.skips_grammars
-        tokens = self.grammars.legal_verified_tokens(
-            inputs, counts & is_draft, choice.draws, tokens, lead=0
-        )
-        return self.grammars.legal_drafts(inputs, counts & ~is_draft, choice.draws, tokens)
+        return self.grammars.legal_drafts(inputs, counts, is_draft, choice.draws, tokens)
 
 
 class CopiedStep(DraftingStep):

@@ -126,8 +126,11 @@ class MaskedStep(CanvasStep):
         self, inputs: StepInputs, rules: masked.MaskedRules, draws: RowDraws
     ) -> masked.GrammarReveal | None:
         """Returns what grammars reveal in this step, and moves them on. Waits for the device.
-        Returns None if no canvas has a grammar, without waiting."""
-        skipped = inputs.skips_grammars
+        Returns None, without waiting, if they reveal nothing: drafts are verified elsewhere."""
+        batch, skipped = inputs.batch, inputs.skips_grammars
+        ruled = self.grammars.canvases_with_grammar(batch)
+        if self.slot_settings.are_verified(batch.slots_np[ruled]).all():
+            return None
         if (is_verified := self._settings_of(inputs).is_verified) is not None:
             skipped |= is_verified
         return self.grammars.reveal_runs(inputs, skipped, rules, draws, self.part_length)

@@ -234,8 +234,8 @@ class VerifiedStep(SeededStep):
         batch, ends, C = inputs.batch, inputs.numbers.end, self.canvas_length
         canvas = self.slots.canvas[batch.slot_index]
         counts = drafts.verified_now if inputs.cut is None else drafts.verified_now & ~inputs.cut
-        tokens = self.grammars.legal_verified_tokens(
-            inputs, counts, draws, choice.candidates.tokens, lead=1
+        tokens = self.grammars.legal_drafts(
+            inputs, counts, counts, draws, choice.candidates.tokens, lead=1
         )
         matches = tokens[:, :-1] == canvas[:, 1:]
         if batch.valid is not None:
