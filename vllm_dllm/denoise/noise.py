@@ -5,6 +5,7 @@ splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generato
 written in int64 arithmetic, which wraps.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,18 @@ class StepNoise(NamedTuple):
     next_canvas: torch.Tensor  # [n, C] int64, tokens of the next block's first canvas
 
 
+@lru_cache
+def _step_constants(
+    canvas_length: int, vocab_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what each stream and each position of a canvas adds to a counter, [3, 1, C] int64,
+    and the factor of each stream's 53 random bits, [3, 1, 1] float64."""
+    streams = torch.arange(3, device=device)[:, None, None]  # CANDIDATE, RENOISE, INITIAL
+    along_canvas = torch.arange(canvas_length, device=device) * _GOLDEN
+    choices = torch.where(streams == CANDIDATE, 1, vocab_size)
+    return streams * _STREAM_STRIDE + along_canvas, choices.double() * 2.0**-53
+
+
 def step_noise(
     keys: torch.Tensor,  # [n] int64
     starts: torch.Tensor,  # [n] int64, absolute position of each canvas' first token
@@ -80,11 +93,10 @@ def step_noise(
 ) -> StepNoise:
     """Returns all noise that a step draws, with the bits of `uniform` and `uniform_tokens`, in one
     pass: on small batches every operation costs the same, however little it does."""
-    along_canvas = torch.arange(canvas_length, device=keys.device)
-    here = starts[:, None] + along_canvas
-    # The next canvas is drawn for its step 0.
-    positions = torch.stack((here, here, here + lengths[:, None]))
-    steps_of_streams = torch.stack((steps, steps, torch.zeros_like(steps)))
-    streams = torch.arange(3, device=keys.device)[:, None]  # CANDIDATE, RENOISE, INITIAL
-    drawn = uniform(keys, positions, steps_of_streams, streams)
-    return StepNoise(drawn[CANDIDATE], *(drawn[RENOISE:] * vocab_size).long())
+    origin = keys.add(starts, alpha=_GOLDEN)
+    of_step = origin.add(steps, alpha=_STEP_STRIDE)
+    of_next = origin.add(lengths, alpha=_GOLDEN)  # the next canvas is drawn for its step 0
+    counters, factors = _step_constants(canvas_length, vocab_size, keys.device)
+    bits = _mix(torch.stack((of_step, of_step, of_next))[..., None] + counters)
+    drawn = _logical_shift_right(bits, 11) * factors
+    return StepNoise(drawn[CANDIDATE], *drawn[RENOISE:].long())
