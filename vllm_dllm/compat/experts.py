@@ -97,7 +97,8 @@ def set_expert_kernel(
     run: Callable[[ExpertCall], bool],
     quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Makes `run` compute `layer`, for which `is_two_products`, from now on.
+    """Makes `run` compute `layer`, for which `is_two_products`, from now on, also when its weights
+    are loaded again: vLLM then makes a new kernel for those in FP8.
 
     Args:
         run: writes `output` of its argument and returns True, or returns False to have vLLM's
@@ -106,9 +107,13 @@ def set_expert_kernel(
             [T, 1] fp32, which `run` or vLLM's kernel reads.
     """
     reset_expert_kernel(layer)
-    kernel = layer.quant_method.moe_kernel.fused_experts
-    preparation = layer.quant_method.moe_kernel.prepare_finalize
-    apply = kernel.apply
+    method = layer.quant_method
+    kernel, preparation = method.moe_kernel.fused_experts, method.moe_kernel.prepare_finalize
+    apply, process = kernel.apply, method.process_weights_after_loading
+
+    def process_and_set(*args: Any) -> None:
+        process(*args)
+        set_expert_kernel(layer, run, quantise)
 
     def run_or_apply(**call: Any) -> Any:
         return None if run(_make_call(kernel, call)) else apply(**call)
@@ -117,7 +122,7 @@ def set_expert_kernel(
         """Returns quantised states, and None for what would say how ranks share tokens."""
         return *quantise(states.contiguous()), None, None, None
 
-    kernel.apply = run_or_apply
+    kernel.apply, method.process_weights_after_loading = run_or_apply, process_and_set
     # Other ways to prepare send tokens to other ranks.
     is_alone = type(preparation) is MoEPrepareAndFinalizeNoDPEPModular
     if kernel.quant_config.use_fp8_w8a8 and is_alone:
@@ -126,6 +131,7 @@ def set_expert_kernel(
 
 def reset_expert_kernel(layer: RoutedExperts) -> None:
     """Makes vLLM's kernels compute and quantise alone again."""
+    vars(layer.quant_method).pop("process_weights_after_loading", None)
     vars(layer.quant_method.moe_kernel.fused_experts).pop("apply", None)
     vars(layer.quant_method.moe_kernel.prepare_finalize).pop("prepare", None)
 

@@ -33,6 +33,26 @@ pytestmark = pytest.mark.numerics
 EXPERTS, HIDDEN, WIDTH, CHOSEN = 4, 128, 64, 2
 
 
+class QuantMethod:
+    """As vLLM has it: it makes a kernel of weights that were loaded, also of those that it has
+    loaded again."""
+
+    moe_kernel: modular_kernel.FusedMoEKernel
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.moe_kernel = modular_kernel.FusedMoEKernel(
+            make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False),
+            TritonExperts(layer.moe_config, FUSED_MOE_UNQUANTIZED_CONFIG),
+        )
+
+    def apply(self, layer: Any, x: torch.Tensor, weights: Any, ids: Any, *_: None) -> torch.Tensor:
+        gate_up, down, activation = layer.w13_weight, layer.w2_weight, layer.activation
+        found: torch.Tensor = self.moe_kernel.apply(
+            x, gate_up, down, weights, ids, activation, -1, None, False
+        )
+        return found
+
+
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose kernel is vLLM's, on a CPU, where `moe_align_block_size` is missing."""
@@ -55,10 +75,6 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
         moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=torch.float32,
     )
-    kernel = modular_kernel.FusedMoEKernel(
-        make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False),
-        TritonExperts(config, FUSED_MOE_UNQUANTIZED_CONFIG),
-    )
     torch.manual_seed(0)
     layer = SimpleNamespace(
         w13_weight=torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,
@@ -70,12 +86,8 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
         moe_config=config,
     )
 
-    def apply(layer: Any, x: torch.Tensor, weights: Any, ids: Any, *_: None) -> torch.Tensor:
-        return kernel.apply(
-            x, layer.w13_weight, layer.w2_weight, weights, ids, layer.activation, -1, None, False
-        )
-
-    layer.quant_method = SimpleNamespace(moe_kernel=kernel, apply=apply)
+    layer.quant_method = QuantMethod()
+    layer.quant_method.process_weights_after_loading(layer)
     return layer
 
 
@@ -151,6 +163,28 @@ def test_steps_go_as_the_nearest_that_was_timed(
     assert "apply" in vars(kernel)
     unchanged = vars(layer.quant_method.moe_kernel.prepare_finalize)
     assert "prepare" not in unchanged, "nothing is quantised"
+
+
+def test_weights_that_are_loaded_again_run_ours(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as they are, until vLLM's kernel is set again."""
+    stock: list[Any] = []
+    monkeypatch.setattr(TritonExperts, "apply", lambda *_, **call: stock.append(call))
+    expert_kernels.install_kernels([layer], {"a.json": {"8": 16}})
+    stock.clear()
+    for _ in range(2):
+        before = layer.quant_method.moe_kernel
+        layer.w2_weight = layer.w2_weight.flip(0)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.quant_method.moe_kernel is not before
+        states = torch.randn(12, HIDDEN)
+        assert_right(layer, states, experts.run_with_tiles(layer, None, states))
+    assert not stock
+    experts.reset_expert_kernel(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    experts.run_with_tiles(layer, None, torch.randn(12, HIDDEN))
+    assert stock
 
 
 def quantise_weights(*shapes: tuple[int, int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
