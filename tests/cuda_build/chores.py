@@ -164,8 +164,8 @@ def try_tiles(
     device: GpuDevice, folder: Path, scheme: str, backend: str, rows: int
 ) -> dict[str, Any]:
     """A server's choice of what computes its experts, as far as nothing is computed: the files that
-    vLLM looks for, the shape of what a layer makes with other tiles and by our kernel, and kernels
-    compiled."""
+    vLLM looks for, the shape of what a layer makes with other tiles and by our kernel, kernels
+    compiled, and kernels that run when its weights were loaded again."""
     from vllm_dllm.compat import experts
     from vllm_dllm.config.tiles import all_shipped_tiles
     from vllm_dllm.measured import expert_kernels
@@ -196,13 +196,20 @@ def try_tiles(
             shapes += [
                 experts.run_with_tiles(layer, tiles, states).shape for tiles in all_shipped_tiles()
             ]
+        expert_kernels.install_kernels(layers, {found["files"][0]: {str(rows): size}})
+        compiled, before_reload = len(device.compiled) - before, layer.quant_method.moe_kernel
+        layer.quant_method.process_weights_after_loading(layer)
+        device.kernels.clear()
+        experts.run_with_tiles(layer, None, states)
     return found | {
+        "made anew": layer.quant_method.moe_kernel is not before_reload,
+        "run again": sorted(device.kernels),
         "layers": len(layers),
         "shapes": [tuple(shape) for shape in shapes],
         "size": size,
         "ours": ours,
         "problems": problems,
-        "compiled": len(device.compiled) - before,
+        "compiled": compiled,
     }
 
 

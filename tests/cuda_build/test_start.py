@@ -76,6 +76,8 @@ def test_other_kernels_of_experts_can_be_tried(
     assert found["size"] == 64 and found["ours"] >= 3, "two products and a sum"
     assert (len(found["shapes"]) > 1) == (backend == "triton"), "CUTLASS has no tiles to choose"
     assert found["compiled"] >= len(found["shapes"]) + 2, "each is a kernel of its own"
+    assert found["made anew"] == (scheme != "bf16")
+    assert {"_gate_up_kernel", "_down_kernel"} <= set(found["run again"]), "as before a reload"
 
 
 def test_other_kernels_of_fp8_linears_can_be_tried(
