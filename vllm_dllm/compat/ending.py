@@ -130,8 +130,8 @@ def _in_event_loop() -> bool:
 def _stop_requests(engine: Any, limit_s: float) -> None:
     """Waits up to `limit_s` seconds for the requests in flight, then ends the others with an error.
     Has this process killed `ALL_S` after that time. Must not be called in the event loop."""
-    if engine.engine_core.resources.engine_manager is None:
-        # One of several API servers: its parent kills it when the time is over.
+    if engine.vllm_config.parallel_config._api_process_count > 1:
+        # The parent of several API servers kills them when the time is over.
         limit_s = max(limit_s - CONNECTIONS_S - 1, 0)
     _kill_after(limit_s + ALL_S)
     processor, outputs = engine.output_processor, engine.output_handler

@@ -191,9 +191,11 @@ def test_requests_in_flight(
         async def abort(names: list[str], internal: bool) -> None:
             aborted.extend(names)
 
-        manager = None if shares_engine else object()
+        parallel = SimpleNamespace(_api_process_count=2 if shares_engine else 1)
         engine: Any = SimpleNamespace(
-            engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)),
+            vllm_config=SimpleNamespace(parallel_config=parallel),
+            # Also of one server whose engines are all on other machines.
+            engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=None)),
             output_processor=processor,
             output_handler=asyncio.current_task(),
             errored=False,
