@@ -87,6 +87,7 @@ def admit(params: SamplingParams, served: ServedModel, resolve: Resolve) -> Any:
                     f"own token and those of its block. Leave it out."
                 )
     if options.read_only:
+        _check_answers_are_not_stored(served.config)
         params = _limit_to_one_canvas(params, options.canvas_length or served.canvas_length)
     request = resolve(params)  # refuses budgets without a reasoning parser
     if params.thinking_token_budget is not None:
@@ -250,6 +251,19 @@ def _check_companions(options: RequestOptions, params: SamplingParams, tokenizer
             "diffusion_prediction must be a list of token ids on this server, got a text: it was "
             "started with --skip-tokenizer-init."
         )
+
+
+def _check_answers_are_not_stored(config: VllmConfig) -> None:
+    """Raises VLLMValidationError if vLLM's offloading connector stores what it has of answers, too:
+    of a read-only request that is a denoise step's."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector_extra_config.get("offload_prompt_only", True):
+        return
+    raise limits.refusal(
+        "diffusion_read_only is not possible on this server, which was started with "
+        '"offload_prompt_only": false: keys and values of a canvas that is never committed would '
+        "be stored for later requests. Leave it out."
+    )
 
 
 def _limit_to_one_canvas(params: SamplingParams, width: int) -> SamplingParams:

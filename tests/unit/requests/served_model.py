@@ -33,7 +33,7 @@ def served(**changes: Any) -> ServedModel:
     family = changes.pop("family", None)
     defaults = server_defaults(changes.pop("defaults", {}), family)
     values = {
-        "config": None,
+        "config": SimpleNamespace(kv_transfer_config=None),
         "tokenizer": TOKENIZER,
         "limits": RequestLimits(),
         "blocks_in_flight": 8,

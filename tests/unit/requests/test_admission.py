@@ -222,6 +222,18 @@ def test_a_request_that_reads_has_one_canvas() -> None:
         admitted(SamplingParams(max_tokens=9, min_tokens=5, extra_args=narrow))
 
 
+def test_what_is_never_committed_is_not_stored() -> None:
+    given = {"diffusion_read_only": 1}
+    for extra, stores in (({}, False), ({"offload_prompt_only": False}, True)):
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        to = served(config=SimpleNamespace(kv_transfer_config=transfer))
+        assert not options({}, to).read_only
+        if stores:
+            assert "diffusion_read_only is not possible on this" in str(refusal(given, to))
+        else:
+            assert options(given, to).read_only
+
+
 def test_defaults_are_the_servers_unless_the_request_says_otherwise() -> None:
     to = served(defaults={"diffusion_acceptance": "confidence", "diffusion_max_steps": 8})
     assert (options({}, to).acceptance, options({}, to).max_steps) == ("confidence", 8)
