@@ -81,6 +81,7 @@ def _install_admission() -> None:
     from vllm_dllm.requests.admission import ServedModel, admit, admit_target
     from vllm_dllm.requests.http import (
         check_body_without_xargs,
+        check_messages,
         check_request_body,
         check_text,
         refuse_beam_search,
@@ -91,7 +92,9 @@ def _install_admission() -> None:
     admission.set_admission(
         (DIFFUSION_GEMMA, *FAMILIES), ServedModel.from_config, admit, admit_target
     )
-    http.check_bodies(check_request_body, check_body_without_xargs, check_text, wrong_type_error)
+    http.check_bodies(
+        check_request_body, check_body_without_xargs, check_messages, check_text, wrong_type_error
+    )
     http.admit_before_streams(make_accepted_token_counter)
     http.set_beam_search_check(refuse_beam_search)
     usage.patch_usage()

@@ -25,6 +25,11 @@ ROUTES_WITHOUT_XARGS = {
     "/inference/v1/generate",
 }
 """Routes that take a JSON body without `vllm_xargs`. vLLM 0.33 added `/v1/decisions`."""
+ROUTES_OF_MESSAGES = {
+    *("/tokenize", "/v1/chat/completions/render"),
+    *(f"{MESSAGES}/count_tokens", f"{MESSAGES}/render"),
+}
+"""Routes that take a chat's messages and generate no answer."""
 
 
 class _MessageError(Exception):
@@ -86,14 +91,15 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 def check_bodies(
     check: Callable[..., None],
     check_without_xargs: Callable[[dict[str, Any]], None],
+    check_messages: Callable[[Any], None],
     check_text: Callable[[bytes], None],
     complain: Callable[[str, Any], Exception],
 ) -> None:
     """Has `check(body, parses_tool_calls=..., forces_tool_calls=...)` see the JSON body of each
     request to a diffusion model before vLLM parses it, or `check_without_xargs(body)` on
-    `ROUTES_WITHOUT_XARGS`. Before them `check_text(raw)` sees the bytes of the bodies of all
-    routes. They may change the body, or raise vLLM's errors of clients. Repeatable; does nothing in
-    a process that is no server.
+    `ROUTES_WITHOUT_XARGS`, and `check_messages(messages)` on `ROUTES_OF_MESSAGES`. Before them
+    `check_text(raw)` sees the bytes of the bodies of all routes. They may change the body, or raise
+    vLLM's errors of clients. Repeatable; does nothing in a process that is no server.
 
     vLLM's own checks of a body come before those of its types: a number where they expect an object
     ends in HTTP 500. The error that `complain(parameter, value)` returns is answered instead.
@@ -113,13 +119,16 @@ def check_bodies(
             return
         try:
             check_text(await raw_request.body())
-            if path not in ROUTES | ROUTES_WITHOUT_XARGS:
+            if path in ROUTES | ROUTES_WITHOUT_XARGS:
+                count_http_request()
+            elif path not in ROUTES_OF_MESSAGES:
                 return
-            count_http_request()
             # The same object that the route's parameter is made of.
             if not isinstance(body := await raw_request.json(), dict):
                 return
-            if path in ROUTES_WITHOUT_XARGS:
+            if path in ROUTES_OF_MESSAGES:
+                check_messages(body.get("messages"))
+            elif path in ROUTES_WITHOUT_XARGS:
                 check_without_xargs(body)
             else:
                 renderer = state.online_renderer

@@ -66,7 +66,7 @@ def check_request_body(
             )
     if isinstance(keys := body.get("vllm_xargs"), dict):
         _check_xargs(keys)
-    _check_parts(body.get("messages"))
+    check_messages(body.get("messages"))
     if body.get("use_beam_search"):
         refuse_beam_search()
     move_openai_prediction(body)
@@ -95,6 +95,29 @@ def check_body_without_xargs(body: dict[str, Any]) -> None:
         raise VLLMValidationError(
             f"{name} has no effect in {place} on this route. {remedy}.", parameter=name
         )
+
+
+def check_messages(messages: Any) -> None:
+    """Raises VLLMValidationError for a part of a chat's messages that vLLM would take for another
+    type than it has, and answer with HTTP 500."""
+    values = [messages]
+    for value in values:  # which grows
+        if isinstance(value, list):
+            values += value
+        if not isinstance(value, dict):
+            continue
+        if value.get("image_pil") is not None:
+            raise refusal(
+                "image_pil is for programs that call vLLM in Python, got it in a request. Send "
+                'the image as {"type": "image_url", "image_url": {"url": "data:image/png;base64,'
+                '…"}}.'
+            )
+        name, inner = "input_audio", value.get("input_audio") or {}
+        if value.get("type") == "image":
+            name, inner = "source", value.get("source", {})  # vLLM reads an empty one, too
+        if not isinstance(inner, dict):
+            raise wrong_type_error(name, inner)
+        values.append(value.get("content"))
 
 
 def check_text(raw: bytes) -> None:
@@ -194,29 +217,6 @@ def _check_xargs(keys: dict[str, Any]) -> None:
         parse_values(keys)
     except ValueError as error:
         raise refusal(str(error)) from error
-
-
-def _check_parts(messages: Any) -> None:
-    """Raises VLLMValidationError for a part of a chat's messages that vLLM would take for another
-    type than it has, and answer with HTTP 500."""
-    values = [messages]
-    for value in values:  # which grows
-        if isinstance(value, list):
-            values += value
-        if not isinstance(value, dict):
-            continue
-        if value.get("image_pil") is not None:
-            raise refusal(
-                "image_pil is for programs that call vLLM in Python, got it in a request. Send "
-                'the image as {"type": "image_url", "image_url": {"url": "data:image/png;base64,'
-                '…"}}.'
-            )
-        name, inner = "input_audio", value.get("input_audio") or {}
-        if value.get("type") == "image":
-            name, inner = "source", value.get("source", {})  # vLLM reads an empty one, too
-        if not isinstance(inner, dict):
-            raise wrong_type_error(name, inner)
-        values.append(value.get("content"))
 
 
 def _check_tool_choice(choice: Any, parses_tool_calls: bool, forces_tool_calls: bool) -> None:

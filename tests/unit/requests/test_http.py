@@ -2,12 +2,13 @@
 checks take for something else is the client's mistake, not the server's."""
 
 import json
+import re
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -15,6 +16,8 @@ from vllm.entrypoints.launchers import app as server
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -23,6 +26,7 @@ from vllm_dllm import plugin
 from vllm_dllm.compat import http
 from vllm_dllm.requests.http import (
     check_body_without_xargs,
+    check_messages,
     check_request_body,
     check_text,
     wrong_type_error,
@@ -180,6 +184,17 @@ def test_parts_of_another_type(case: str) -> None:
                 check({"messages": of_route})
 
 
+@pytest.mark.parametrize("case", WRONG_PARTS)
+def test_tokens_are_counted_of_parts_that_are_served(client: TestClient, case: str) -> None:
+    """Keys of requests are left alone: a client counts the body that it sends next."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, WRONG_PARTS[case][0]]}]
+    answer = client.post("/tokenize", json={"messages": messages})
+    assert answer.status_code == 400
+    assert re.search(WRONG_PARTS[case][1], answer.json()["error"]["message"])
+    body = chat(vllm_xargs={"diffusion_max_steps": 2}, diffusion_max_steps=2)
+    assert client.post("/tokenize", json=body).status_code == 200
+
+
 WITHOUT_XARGS: dict[str, dict[str, Any]] = {
     "systemone": {
         "state": {"diffusion_max_steps": 1},
@@ -251,9 +266,11 @@ def test_offline_beam_search_is_refused_for_diffusion_models_alone() -> None:
 def client() -> TestClient:
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
+    app.state.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_diffusion=True))
+    app.state.online_renderer = SimpleNamespace(parser=None)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(http, "is_server", lambda: True)
-    checks = (check_request_body, check_body_without_xargs, check_text)
+    checks = (check_request_body, check_body_without_xargs, check_messages, check_text)
     http.check_bodies(*checks, wrong_type_error)
     http.check_bodies(*checks, wrong_type_error)
     monkeypatch.undo()
@@ -264,6 +281,9 @@ def client() -> TestClient:
 
     @app.post("/completion")
     def completion(body: CompletionRequest) -> None: ...
+
+    @app.post("/tokenize", dependencies=[Depends(validate_json_request)])
+    def tokenize(body: TokenizeChatRequest) -> None: ...
 
     @app.post("/invocations")
     async def invocations(raw_request: Request) -> None:
