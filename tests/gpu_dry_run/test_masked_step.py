@@ -1,5 +1,5 @@
-"""A step of masked canvases on a GPU: the host waits for nothing, in every mode, and with grammars of
-drafts no more than once. Steps that verify drafts launch no more than they did."""
+"""A step of masked canvases on a GPU: the host waits for nothing, in every mode, and once where
+drafts have grammars. Steps that verify drafts launch no more than they did."""
 
 from collections import Counter
 from types import SimpleNamespace

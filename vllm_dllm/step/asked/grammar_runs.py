@@ -116,11 +116,12 @@ class GrammarRuns(CanvasGrammars):
         read = torch.cat((inputs.starts[:, None], is_draft.long()[:, None], canvas), dim=1)
 
         def find(i: int, start: int, is_verified: int, *draft: int) -> tuple[int, list[int]]:
-            slot, choose, length = batch.slots_list[i], draws.legal_in_canvas(i), batch.lengths_np[i]
+            slot, length = batch.slots_list[i], int(batch.lengths_np[i])
+            choose = draws.legal_in_canvas(i)
             if not is_verified:
-                return self._find_draft(slot, start, int(length), choose)
+                return self._find_draft(slot, start, length, choose)
             # With a lead, the last row predicts a token behind the canvas: it has no draft.
-            drafted = [*draft, _NONE][lead : lead + int(length)]
+            drafted = [*draft, _NONE][lead : lead + length]
             return self._verify_draft(slot, start + lead, drafted, choose, lead > 0)
 
         return self._replace_tokens(batch, read, are_chosen, tokens, find)
