@@ -271,6 +271,17 @@ def test_placeholders_that_fill_rows_are_not_taken_for_drafts() -> None:
     require_same_answers(prompts, served, serve(ALONE, prompts, sampling))
 
 
+def test_a_step_under_way_when_all_requests_end_reads_token_ids() -> None:
+    """The first answer is one token, behind which nothing is drafted; the second ends with its
+    first token, when a step is scheduled that verifies its drafts."""
+    prompt = chat_prompts()[0]
+    (first,) = serve(ALONE, [prompt], GREEDY | {"max_tokens": 1}).tokens
+    sampling = [GREEDY | {"max_tokens": 1}, GREEDY | {"stop_token_ids": first}]
+    options = drafting(max_num_seqs=1, async_scheduling=True)
+    served = serve(options, [prompt, prompt], sampling)
+    assert served.tokens == [first, first]
+
+
 def test_tokens_are_drawn_from_the_targets_distribution() -> None:
     """20,000 sampled tokens, each placed in the target's distribution at its context: the places
     of right ones are uniform."""

@@ -140,11 +140,10 @@ class WidthDFlashSpeculator(DFlashHooks):
         self._store_or_keep_context(
             input_batch, last_hidden_states, aux_hidden_states, len(rows) > 0
         )
-        if len(rows) == 0:
-            return self.draft_tokens[: input_batch.num_reqs]
         drafts = torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
-        chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-        drafts[chosen] = self.propose_for_requests(rows, input_batch, *inputs, *args, **kwargs)
+        if len(rows) > 0:
+            chosen = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+            drafts[chosen] = self.propose_for_requests(rows, input_batch, *inputs, *args, **kwargs)
         return drafts
 
     def _store_or_keep_context(
