@@ -220,12 +220,20 @@ def test_a_read_only_request_has_a_path_through_its_canvas(patient: GetWorker) -
     assert re.fullmatch("[0-9]+", text_of(emitted[: [*emitted, EOS].index(EOS)]))
 
 
-def test_rows_behind_the_last_token_are_free(patient: GetWorker) -> None:
-    one = patient().admit("a", **of("[0-9]{2}", max_tokens=2))
+@pytest.mark.parametrize("kind", [{}, MASKED], ids=["uniform", "masked"])
+def test_rows_behind_the_last_token_are_free(
+    patient: GetWorker, logged: Callable[..., list[str]], kind: dict[str, Any]
+) -> None:
+    """A step of the next canvas may be under way when the answer ends."""
+    lines = logged(grammars, "error")
+    one = patient(**kind)
+    one.admit("a", **of("[0-9]{2}", max_tokens=2))
     emitted = []
     while not emitted:
         emitted = step(one, "a", sure(LETTERS))
     assert re.fullmatch("[0-9]{2}", text_of(emitted[:2])) and emitted[2:] == LETTERS[2:]
+    step(one, "a", sure(LETTERS))
+    assert not lines
 
 
 @pytest.mark.parametrize("reveals", [False, True])

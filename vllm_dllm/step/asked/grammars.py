@@ -153,8 +153,9 @@ class CanvasGrammars(Registry):
             self._give_up(slot, str(error))
             return None
         emitted = []
-        if answer.position < begin:
-            emitted = self._req_states.all_token_ids.gpu[slot][answer.position : begin].tolist()
+        # A step that was under way when the answer ended also finds the free rows behind its end.
+        if answer.position < (end := min(begin, answer.end)):
+            emitted = self._req_states.all_token_ids.gpu[slot][answer.position : end].tolist()
         if (rejected := answer.begin_canvas(begin, emitted)) is not None:
             self._give_up(slot, f"it rejects the emitted token {rejected}")
             return None
