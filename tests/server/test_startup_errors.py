@@ -169,7 +169,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         log = conftest.last_words(CHECKPOINT, tmp_path / "vllm.log", "--port", str(port))
     assert log.splitlines()[-1] == (
         f"Error: cannot listen on 127.0.0.1:{port}: Address already in use. Stop the program that "
-        f"uses the port, or choose another one with --port (and the address with --host)."
+        f"uses the port, or choose another one with --port."
     )
     assert "Traceback" not in log
 

@@ -1,8 +1,10 @@
 """Installs our checks of vLLM's start, and its last line."""
 
 import atexit
+import errno
 import gc
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -113,7 +115,10 @@ def explain_bind_error(host: str, port: int, error: OSError | OverflowError) -> 
     says that there is no such port."""
     if isinstance(error, OverflowError):
         return f"Error: --port must be from 0 to 65535, got {port}."
-    return (
-        f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. Stop the program "
-        f"that uses the port, or choose another one with --port (and the address with --host)."
-    )
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        remedy = "--host must be an address of this machine, such as 127.0.0.1."
+    elif error.errno == errno.EACCES:
+        remedy = "This user may not use the port: choose one from 1024 with --port."
+    else:
+        remedy = "Stop the program that uses the port, or choose another one with --port."
+    return f"Error: cannot listen on {host or '0.0.0.0'}:{port}: {error.strerror}. {remedy}"
