@@ -161,6 +161,21 @@ def show_errors(browser: Browser, server: str, folder: Path) -> None:
             submit_question(page, QUESTION)
             expect(page.locator(".problem")).to_contain_text(complaint)
             expect(page.locator("#status")).to_contain_text(f"Not answered: {complaint}")
+        others.fill("")
+        no_end = {
+            "headers": {"content-type": "text/event-stream"},
+            "body": 'data: {"choices":[]}\n\n',
+        }
+        for handle, complaint in (
+            (lambda route: route.fulfill(**no_end), "The stream ended before the answer."),
+            (lambda route: route.abort(), "The server does not answer. Is it running?"),
+        ):
+            page.route("**/chat/completions", handle)
+            submit_question(page, QUESTION)
+            expect(page.locator("#status")).to_contain_text(f"Not answered: {complaint}")
+        page.locator("#key").fill("sk-…")  # as a list of keys shows it
+        submit_question(page, QUESTION)
+        expect(page.locator(".problem")).to_contain_text("An API key has only letters from A to Z")
 
 
 def stop_answer(browser: Browser, server: str, folder: Path) -> None:

@@ -164,7 +164,7 @@ def check_bodies(
         app.router.dependencies.append(Depends(validate_invocation))
         app.exception_handler(_MessageError)(answer_message)
         # Starlette looks for the handler of an exception's own class first.
-        for kind in (AttributeError, LookupError):
+        for kind in _CRASHES_WITH:
             app.exception_handler(kind)(answer)
 
 
@@ -192,6 +192,7 @@ async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
 
 
 _IS_VALID, _IS_REFUSED, _CRASHES = "is valid", "is refused", "crashes"
+_CRASHES_WITH = (AttributeError, LookupError, TypeError)
 
 
 def _validate(model: type[BaseModel], body: Any) -> str:
@@ -200,7 +201,7 @@ def _validate(model: type[BaseModel], body: Any) -> str:
         model.model_validate(body)
     except (ValidationError, VLLMClientError):
         return _IS_REFUSED
-    except (AttributeError, LookupError):
+    except _CRASHES_WITH:
         return _CRASHES
     return _IS_VALID
 

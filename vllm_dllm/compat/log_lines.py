@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import traceback
+from collections.abc import Collection
 
 ENGINE = "vllm.v1.engine.core"
 WORKER = "vllm.v1.executor.multiproc_executor"
@@ -23,9 +24,13 @@ START_CALLS = {
 """Calls that an engine makes to its workers before it serves. If one fails, the start fails."""
 
 
-def failed_at_start(error: BaseException) -> bool:
-    """Whether the exception that a worker logs was raised in one of `START_CALLS`."""
-    return any(frame.name in START_CALLS for frame in traceback.extract_tb(error.__traceback__))
+CONFIG_READERS = {"load_config_file"}
+"""The function that reads the file of `--config`."""
+
+
+def was_raised_in(functions: Collection[str], error: BaseException) -> bool:
+    """Whether an exception comes from one of `functions`, or from what they call."""
+    return any(frame.name in functions for frame in traceback.extract_tb(error.__traceback__))
 
 
 ENGINE_FAILED = "Engine core initialization failed."

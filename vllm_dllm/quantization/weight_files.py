@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def read_shards(path: Path) -> dict[str, dict[str, TensorInfo]]:
                     f"a file in {path}: put all weight files there and correct the index"
                 )
             wanted.setdefault(file, set()).add(name)
-    elif (path / WEIGHTS_FILE).exists():
+    elif os.path.lexists(path / WEIGHTS_FILE):
         wanted = {WEIGHTS_FILE: set()}
     else:
         raise InputError(
@@ -137,10 +138,10 @@ def _read_header(path: Path, wanted: set[str]) -> dict[str, TensorInfo]:
     """Returns shape and type of each tensor in a file, by name. Raises InputError if the file or
     one of the tensors `wanted` is missing."""
     if not path.exists():
-        raise InputError(
-            f"{path} is missing: {INDEX_FILE} says that it holds {len(wanted)} tensors; copy or "
-            f"download it again"
-        )
+        reason = f"{INDEX_FILE} says that it holds {len(wanted)} tensors"
+        if path.is_symlink():
+            reason = f"it is a link to {path.readlink()}, which is not there"
+        raise InputError(f"{path} is missing: {reason}; copy or download it again")
     with open_shard(path) as file:
         tensors = {}
         for name in file.keys():  # noqa: SIM118 (not a dict)

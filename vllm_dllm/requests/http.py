@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.config.extension import SECTION, ExtensionConfig
 from vllm_dllm.requests.limits import begin_http_request, refusal
-from vllm_dllm.requests.options import KEYS, PREFIX, parse_values
+from vllm_dllm.requests.options import KEYS, OTHER_NAMES, PREFIX, parse_values
 from vllm_dllm.requests.prediction import move_openai_prediction
 
 _CONTENT_NAMES = frozenset(
@@ -43,8 +43,6 @@ _MISTYPED = [
 _MISTYPED_KEY = re.compile(
     f"(?:{'|'.join(_MISTYPED)})_?({'|'.join(key.removeprefix(PREFIX) for key in KEYS)})"
 )
-_OTHER_NAMES = {"max_denoising_steps": "max_steps"}
-"""Names that `--diffusion-config` and `generation_config.json` have for our keys."""
 
 
 def check_request_body(
@@ -189,7 +187,7 @@ def _find_key(name: str) -> str | None:
     """Returns the key of a request that a name outside of `vllm_xargs` is, or nearly is; None if it
     is none. Raises VLLMValidationError if it is a setting of ours."""
     ours = normalize_name(name)
-    ours = _OTHER_NAMES.get(ours, ours)
+    ours = OTHER_NAMES.get(ours, ours)
     if ours in _COMMON_NAMES:
         return None
     if ours in (SECTION, "diffusion_config") or (

@@ -174,6 +174,8 @@ KEYS: Mapping[str, RequestKey] = {
     if isinstance(mark, RequestKey)
 }
 """The keys of a request, such as "diffusion_max_steps", in the order of docs/requests.md."""
+OTHER_NAMES = {"max_denoising_steps": "max_steps"}
+"""Names that `--diffusion-config` and `generation_config.json` have for fields."""
 STEP_KEYS = {key for key, mark in KEYS.items() if mark.masked} - {f"{PREFIX}mode", STREAM_CANVASES}
 """Keys that decide what a masked model's steps reveal, and its log-probabilities."""
 ACCEPTANCE_RULES: tuple[str, ...] = get_args(AcceptanceRule)
@@ -260,9 +262,8 @@ def _unknown_key_message(key: str, known: Iterable[str], shown: str = "") -> str
     if that is not a request."""
     names = [one.removeprefix(PREFIX) for one in known]
     shown = shown or (key if key.split() == [key] else repr(key))
-    return checks.describe_unknown_name(
-        checks.normalize_name(key).removeprefix(PREFIX), names, PREFIX, shown
-    )
+    name = checks.normalize_name(key).removeprefix(PREFIX)
+    return checks.describe_unknown_name(OTHER_NAMES.get(name, name), names, PREFIX, shown)
 
 
 def load_options(params: SamplingParams | None) -> RequestOptions | None:

@@ -1,6 +1,7 @@
 """Start-up checks of what no diffusion model can be served with."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from vllm_dllm.config.architectures import DIFFUSION_GEMMA, family_of
 from vllm_dllm.config.checks import nearest_name, normalize_name
 from vllm_dllm.config.denoise import GENERATION_SETTINGS
 from vllm_dllm.quantization.weight_files import INDEX_FILE, WEIGHTS_FILE, read_shards
-from vllm_dllm.requests.options import KEYS, PREFIX
+from vllm_dllm.requests.options import KEYS, OTHER_NAMES, PREFIX
 
 
 def check_use(vllm_config: VllmConfig) -> None:
@@ -85,7 +86,7 @@ def check_weight_files(vllm_config: VllmConfig) -> None:
     short or not in safetensors. vLLM's loader reads the files that are there, and its errors name
     none. Files of other names and formats that the user asks for are left to vLLM."""
     folder, load_format = Path(vllm_config.model_config.model), vllm_config.load_config.load_format
-    known = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+    known = (folder / INDEX_FILE).exists() or os.path.lexists(folder / WEIGHTS_FILE)
     # vLLM handles formats that are asked for by name, and safetensors of other names.
     unread = load_format == "auto" and folder.is_dir() and not any(folder.glob("*.safetensors"))
     if (known and load_format in _FORMATS_OF_INDEX) or unread:
@@ -147,8 +148,8 @@ def check_overrides(vllm_config: VllmConfig) -> None:
     for name in model_config.override_generation_config:
         if family is None and name in GENERATION_SETTINGS:
             continue
-        key = PREFIX + normalize_name(name).removeprefix(PREFIX)
-        key = key.replace("max_denoising_steps", "max_steps")  # generation_config.json's name
+        field = normalize_name(name).removeprefix(PREFIX)
+        key = PREFIX + OTHER_NAMES.get(field, field)
         mark = KEYS.get(key)
         is_of_model = mark is not None and (mark.uniform if family is None else mark.masked)
         near = nearest_name(name, GENERATION_SETTINGS, likeness=0.85)
@@ -200,7 +201,13 @@ def check_token_budget(vllm_config: VllmConfig) -> None:
     ):
         budget = getattr(config, name)
         if budget and budget < canvas_length:  # 0 and None: no such limit
+            remedy = "Raise it or leave it out."
+            if canvas_length > vllm_config.model_config.hf_config.canvas_length:
+                remedy = (
+                    "Raise it, or lower canvas_length in --diffusion-config or blocks_in_flight in "
+                    "--additional-config."
+                )
             raise ValueError(
                 f"{name} must be at least the canvas length, {canvas_length} tokens, got {budget}: "
-                f"a canvas is denoised in one piece. Raise it or leave it out."
+                f"a canvas is denoised in one piece. {remedy}"
             )

@@ -109,7 +109,7 @@ def _kill_workers_later() -> None:
 def _ends_start(record: logging.LogRecord) -> bool:
     """Whether a record of a logger in `FAILED_START` is of an exception that ends a start."""
     if record.msg == log_lines.FAILED_CALL and record.exc_info and record.exc_info[1]:
-        return log_lines.failed_at_start(record.exc_info[1])
+        return log_lines.was_raised_in(log_lines.START_CALLS, record.exc_info[1])
     return record.msg == log_lines.FAILED_START[record.name]
 
 
@@ -177,6 +177,9 @@ def _describe_unforeseen(error: BaseException) -> str:
     says how to see more."""
     from vllm.exceptions import VLLMClientError  # imports vLLM
 
+    if log_lines.was_raised_in(log_lines.CONFIG_READERS, error):
+        reason = "" if isinstance(error, AttributeError) else f": {one_line(error)}"
+        return f"--config must be a YAML file of options and values, such as 'port: 8000'{reason}"
     # Python's sockets and certificates raise OSErrors that do not say which file they are about.
     names_no_file = isinstance(error, OSError) and error.errno and error.filename is None
     if isinstance(error, (ValueError, OSError, VLLMClientError)) and not names_no_file:

@@ -56,9 +56,16 @@ def check_engine_arguments(arguments: EngineArgs) -> None:
             f'--speculative-config \'{{"method": "dflash", "model": "{folder}", '
             f'"num_speculative_tokens": 15}}\'.'
         )
+    if config.get("predictor") == "blockpilot":
+        raise ValueError(
+            f"'{folder}' is a width predictor: name the folder of its target, and the predictor in "
+            f"drafter.predictor of --additional-config."
+        )
     read_json(folder / "generation_config.json")
     if arguments.tokenizer:
         _check_is_found(arguments.tokenizer, "tokenizer")
+    if arguments.generation_config not in ("auto", "vllm"):
+        _check_is_found(arguments.generation_config, "generation-config")
     if not arguments.skip_tokenizer_init:
         _check_tokenizer(Path(arguments.tokenizer or folder).expanduser())
     if (folder / "config.json").exists():
@@ -140,7 +147,7 @@ def check_model(model: str) -> None:
 
 def _check_is_found(name: str, kind: str) -> None:
     """Raises ValueError if there is no file or folder `name`, and it either looks like a path or no
-    hub answers. `kind`: what it is, in the error."""
+    hub answers. `kind`: what it is, in the error: "model", or the option that names it."""
     path = Path(name).expanduser()
     if path.exists() or "://" in name or envs.VLLM_USE_MODELSCOPE:
         return
@@ -150,7 +157,7 @@ def _check_is_found(name: str, kind: str) -> None:
     beside = _describe_checkpoints(path)
     answer = "" if is_path else f", and {_why_no_hub()}"
     network = "" if is_path else ", or connect this machine to the network"
-    option = " with --tokenizer" if kind == "tokenizer" else ""
+    option = "" if kind == "model" else f" with --{kind}"
     raise ValueError(
         f"There is no {kind} '{path}': no such folder ({beside}){answer}. Name the folder of a "
         f"checkpoint{option}{network}."

@@ -311,6 +311,14 @@ def test_structured_outputs_of_another_type(client: TestClient, path: str, value
     assert error["message"].startswith("structured_outputs has another type than is expected, got")
 
 
+def test_messages_of_another_type(client: TestClient) -> None:
+    """vLLM answers that they are not iterable."""
+    for value in ("null", "5", "true"):
+        status, error = post(client, "/chat", f'"messages": {value}')
+        assert (status, error["param"]) == (400, "messages")
+        assert error["message"].startswith("messages has another type than is expected, got")
+
+
 def test_a_body_that_is_no_object(client: TestClient) -> None:
     answer = client.post("/completion", content="[1]", headers={"Content-Type": "application/json"})
     assert answer.status_code == 400

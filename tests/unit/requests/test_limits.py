@@ -289,6 +289,7 @@ def test_a_body_is_told_before_vllm_makes_something_else_of_it(name: str, value:
 
 NAMES = {
     "max_steps": "Did you mean diffusion_max_steps?",
+    "max_denoising_steps": "Did you mean diffusion_max_steps?",
     "Diffusion_max_steps": "Did you mean diffusion_max_steps?",
     "diffusion_max_stepz": "Did you mean diffusion_max_steps?",
     "diffusion-max-steps": "Did you mean diffusion_max_steps?",

@@ -49,6 +49,21 @@ def test_a_step_without_room_for_warm_up_requests(
     assert config.kernel_config.enable_jit_warmup == warms_up
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 1}, "Raise it or leave it out"),
+        ({"diffusion_config": {"canvas_length": 100_000}}, "Raise it, or lower canvas_length in"),
+    ],
+)
+def test_advice_about_a_canvas_that_is_too_long_for_a_step(
+    configure: Configure, options: dict[str, Any], remedy: str
+) -> None:
+    """The default cannot be left out."""
+    with pytest.raises(ValueError, match=rf"max_num_batched_tokens must .* one piece\. {remedy}"):
+        configure(**options)
+
+
 def test_what_the_user_names_stays(configure: Configure) -> None:
     stock = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     config = configure(scheduler_cls=stock, worker_cls="my.Worker")

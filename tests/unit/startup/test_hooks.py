@@ -2,9 +2,11 @@
 that never ends."""
 
 import argparse
+import errno
 import json
 import logging
 import signal
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +186,21 @@ def test_a_port_that_there_is_not() -> None:
         launcher.create_server_socket(("127.0.0.1", 99999), reuse_port=False)
 
 
+@pytest.mark.parametrize(
+    ("host", "error", "remedy"),
+    [
+        ("127.0.0.1", OSError(errno.EADDRINUSE, "in use"), "Stop the program that uses the port,"),
+        ("127.0.0.1", OSError(errno.EACCES, "denied"), "This user may not use the port: choose "),
+        ("10.255.1.1", OSError(errno.EADDRNOTAVAIL, "none"), "--host must be an address of this "),
+        ("localhos", socket.gaierror(socket.EAI_NONAME, "not known"), "--host must be an address"),
+    ],
+)
+def test_advice_that_fits_the_reason_for_no_port(host: str, error: OSError, remedy: str) -> None:
+    """All of them were told to stop the program that uses the port."""
+    line = hooks.explain_bind_error(host, 80, error)
+    assert line.startswith(f"Error: cannot listen on {host}:80: {error.strerror}. {remedy}"), line
+
+
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
     return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
@@ -298,3 +315,26 @@ def test_a_tokenizer_with_templates_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["diffusiongemma-tiny", "qwen3-tiny-target"])
 def test_ours(name: str) -> None:
     check_chat_template(CHECKPOINTS / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", ""),
+        ("- port: 8000\n", ""),
+        ("model: x\n port: 8000\n", ": mapping values are not allowed here in "),
+        (None, ": [Errno 2] No such file or directory: "),
+    ],
+)
+def test_a_file_of_options_that_is_none(
+    parser: FlexibleArgumentParser, tmp_path: Path, text: str | None, reason: str
+) -> None:
+    """Of an empty one vLLM says that None has no items."""
+    file = tmp_path / "options.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(Exception) as raised:
+        parser.load_config_file(str(file))
+    line = last_line._describe_unforeseen(raised.value)
+    expected = f"--config must be a YAML file of options and values, such as 'port: 8000'{reason}"
+    assert line.startswith(expected) if reason else line == expected

@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.paths import CHECKPOINTS
 from vllm_dllm import plugin
 from vllm_dllm.errors import InputError
 from vllm_dllm.startup import model_folder
@@ -173,6 +174,8 @@ def test_the_drafter_and_the_tokenizer_too(clone: Path, no_network: None) -> Non
         check_engine_arguments(arguments("checkpoints/small", speculative_config=drafter))
     with pytest.raises(ValueError, match=r"no tokenizer 'nope': no such .*, and the.* --tokenizer"):
         check_engine_arguments(arguments("checkpoints/small", tokenizer="nope"))
+    with pytest.raises(ValueError, match=r"no generation-config .* with --generation-config"):
+        check_engine_arguments(arguments("checkpoints/small", generation_config="nope"))
 
 
 def test_a_tokenizer_of_the_hub(clone: Path, network: list[tuple[str, int]]) -> None:
@@ -184,7 +187,8 @@ def arguments(model: str, **others: Any) -> Any:
     """Of an engine."""
     nones = dict.fromkeys(("revision", "tokenizer", "speculative_config", "hf_overrides"))
     flags = {"skip_tokenizer_init": False, "trust_remote_code": False}
-    return SimpleNamespace(**{"model": model, **nones, **flags, **others})
+    rest = {"model": model, "generation_config": "auto"}
+    return SimpleNamespace(**{**rest, **nones, **flags, **others})
 
 
 def write(folder: Path, **config: Any) -> str:
@@ -198,6 +202,13 @@ def test_a_drafter_in_the_place_of_its_target(clone: Path, no_network: None) -> 
     (clone / "drafter").mkdir()
     folder = write(clone / "drafter", architectures=["DFlashDraftModel"], dflash_config={})
     with pytest.raises(ValueError, match=r"is a drafter: name the folder of its target, and the"):
+        check_engine_arguments(arguments(folder))
+
+
+def test_a_predictor_in_the_place_of_its_target() -> None:
+    """Once told to copy the tokenizer that it lacks."""
+    folder = str(CHECKPOINTS / "qwen3-tiny-blockpilot")
+    with pytest.raises(ValueError, match=r"is a width predictor: name the folder of its target"):
         check_engine_arguments(arguments(folder))
 
 

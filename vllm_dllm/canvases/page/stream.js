@@ -4,10 +4,24 @@
 const API = new URL("../v1/", document.baseURI);
 
 function headers(key) {
+  // An abbreviated key, or letters of another keyboard: the browser would name a code page.
+  if (/[^\x20-\x7e]/.test(key)) {
+    throw new Error("An API key has only letters from A to Z, digits and signs. Enter it again.");
+  }
   return {
     "Content-Type": "application/json",
     ...(key ? { Authorization: `Bearer ${key}` } : {}),
   };
+}
+
+// As `fetch` does. Its own error says nothing of a server.
+async function ask(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error(`The server does not answer. Is it running? (${error.message})`);
+  }
 }
 
 async function complaint(response, key) {
@@ -29,7 +43,7 @@ export async function readAbout() {
 }
 
 export async function readModel(key) {
-  const response = await fetch(new URL("models", API), { headers: headers(key) });
+  const response = await ask(new URL("models", API), { headers: headers(key) });
   if (!response.ok) throw new Error(await complaint(response, key));
   return (await response.json()).data[0].id;
 }
@@ -51,7 +65,7 @@ export async function* readEvents(stream) {
 
 // Chunks of a chat: the answer's and the canvases.
 export async function* streamChat(body, settings, key, signal) {
-  const response = await fetch(new URL("chat/completions", API), {
+  const response = await ask(new URL("chat/completions", API), {
     method: "POST",
     headers: headers(key),
     signal,
@@ -69,4 +83,5 @@ export async function* streamChat(body, settings, key, signal) {
     if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));
     yield chunk;
   }
+  throw new Error("The stream ended before the answer.");
 }

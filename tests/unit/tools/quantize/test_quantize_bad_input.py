@@ -243,6 +243,12 @@ def without_a_tensor(folder: Path) -> None:
     save_file({f"1.{n}": torch.zeros(1) for n in range(4)}, folder / SECOND)
 
 
+def link_to_nothing(folder: Path) -> None:
+    """As in a copy of the hub's cache without its blobs."""
+    (folder / SECOND).unlink()
+    (folder / SECOND).symlink_to("nowhere")
+
+
 AGAIN = r".*copy or download it again"
 FILE_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no files": (lambda folder: (folder / INDEX).unlink(), r"whole has neither model\.safetensors"),
@@ -255,6 +261,10 @@ FILE_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a header of no places": (
         header(b'{"1.0": {"data_offsets": [0, "4"]}}'),
         rf"{SECOND} is not a whole .*\(.*\):{AGAIN}",
+    ),
+    "a link to nothing": (
+        link_to_nothing,
+        rf"{SECOND} is missing: it is a link to nowhere, which is not there;{AGAIN}",
     ),
     "another's": (without_a_tensor, rf"{SECOND} lacks 1\.4.*do not belong together;.*both again"),
     "index cut short": (cut(INDEX, 20), rf"index\.json is not JSON{AGAIN}"),
@@ -300,6 +310,10 @@ def test_a_server_looks_before_it_starts(fp8: Path, tmp_path: Path) -> None:
         create_config()
     for other in ("dummy", "sharded_state", "tensorizer", "ipc_cache", "pt"):
         create_config(load_format=other)
+    (path / INDEX).unlink()
+    (path / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="it is a link to nowhere"):
+        create_config()
 
 
 class Interruption(Exception):
