@@ -1,5 +1,8 @@
 """Hooks of vLLM's start: its arguments and configuration, and a port that cannot be opened."""
 
+import errno
+import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +43,27 @@ def explain_bind_errors(explain: Callable[[str, int, OSError | OverflowError], s
     `explain(host, port, error)` returns, without a traceback. Repeatable."""
 
     @wrap("entrypoints.launchers.launcher:create_server_socket")
-    def create_server_socket(stock: Any, addr: tuple[str, int], **kwargs: Any) -> Any:
+    def create_server_socket(stock: Any, addr: tuple[str, int], *, reuse_port: bool) -> Any:
         try:
-            return stock(addr, **kwargs)
+            bound: socket.socket = stock(addr, reuse_port=reuse_port)
+            if not reuse_port and addr[1] != 0:
+                _reserve(addr, bound)
+            return bound
         except (OSError, OverflowError) as error:
             raise SystemExit(explain(*addr, error)) from None
+
+
+def _reserve(addr: tuple[str, int], bound: socket.socket) -> None:
+    """Reserves `addr` among servers of ours while there is the socket `bound`. Raises OSError if
+    another has it. Linux lets two servers bind one port until one of them listens, minutes later,
+    and uvloop drops the error of the other: it would say that it is ready and get no requests."""
+    guard = socket.socket(socket.AF_UNIX)
+    weakref.finalize(bound, guard.close)
+    try:
+        guard.bind(f"\0vllm_dllm {addr}".encode()[:100])  # no file; gone with its process
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
 
 
 def set_serving_config(architecture: str, serving_config: type) -> None:

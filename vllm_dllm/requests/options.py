@@ -110,24 +110,6 @@ class RequestOptions:
     canvas_feed: str | None = None
     """The name of the feed on which the API process waits for the canvases; None: not watched."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError if options contradict each other."""
-        if (self.t_min is None) != (self.t_max is None):
-            raise ValueError(
-                f"diffusion_t_min and diffusion_t_max come together, got {self.t_min!r} and "
-                f"{self.t_max!r}. Give both or neither."
-            )
-        if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
-            raise ValueError(
-                f"diffusion_t_min must be at most diffusion_t_max, got {self.t_min!r} and "
-                f"{self.t_max!r}."
-            )
-        if self.prediction and self.seed_canvas is not None:
-            raise ValueError(
-                f"{PREDICTION} and diffusion_seed_canvas both say what the first canvas holds. "
-                f"Leave one out."
-            )
-
     @property
     def prediction_tokens(self) -> list[int]:
         """The token ids of an admitted request's prediction; empty if it has none."""
@@ -192,8 +174,28 @@ def parse_keys(
     values = {key: value for key, value in given.items() if value is not None}
     for key, value in values.items():
         _check_key(key, value, family)
-    parsed = parse_values(values)  # without defaults, which must not complete a request's keys
+    parsed = parse_values(values)
+    _check_pairs(parsed)  # without defaults, which must not complete a request's keys
     return checks.parse_settings(RequestOptions, {**defaults, **parsed}, PREFIX)
+
+
+def _check_pairs(values: Mapping[str, Any]) -> None:
+    """Raises ValueError if values of a request, by field, contradict each other."""
+    t_min, t_max = values.get("t_min"), values.get("t_max")
+    if (t_min is None) != (t_max is None):
+        raise ValueError(
+            f"diffusion_t_min and diffusion_t_max come together, got {t_min!r} and {t_max!r}. Give "
+            f"both or neither."
+        )
+    if t_min is not None and t_max is not None and t_min > t_max:
+        raise ValueError(
+            f"diffusion_t_min must be at most diffusion_t_max, got {t_min!r} and {t_max!r}."
+        )
+    if values.get("prediction") and values.get("seed_canvas") is not None:
+        raise ValueError(
+            f"{PREDICTION} and diffusion_seed_canvas both say what the first canvas holds. Leave "
+            f"one out."
+        )
 
 
 def parse_values(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def check_engine_arguments(arguments: EngineArgs) -> None:
         _check_is_found(arguments.tokenizer, "tokenizer")
     if arguments.generation_config not in ("auto", "vllm"):
         _check_is_found(arguments.generation_config, "generation-config")
+        if (file := Path(arguments.generation_config).expanduser()).is_file():
+            raise ValueError(
+                f"--generation-config must be a folder, got the file '{file}': name "
+                f"'{file.parent}'."
+            )
     if not arguments.skip_tokenizer_init:
         _check_tokenizer(Path(arguments.tokenizer or folder).expanduser())
     if (folder / "config.json").exists():

@@ -101,7 +101,8 @@ def scrape(url: str, timeout_s: float = TIMEOUT_SECONDS) -> Scrape:
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
         raise InputError(
-            f"the server at {url} answers /metrics with HTTP {status}: it is not vLLM."
+            f"the server at {url} answers /metrics with HTTP {status}: it is not vLLM, or "
+            f"--url has a path that it must not have, such as /v1."
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise InputError(

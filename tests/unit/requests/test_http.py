@@ -237,6 +237,11 @@ def test_routes_without_xargs_take_no_keys_in_the_body(case: str) -> None:
         assert str(refusal.value).startswith(message) and refusal.value.parameter == name
 
 
+def test_what_belongs_together_is_left_to_admission() -> None:
+    """It knows the model: a masked one takes neither of the two, and was told to get both."""
+    check({"vllm_xargs": {"diffusion_t_min": 0.1}})
+
+
 @pytest.mark.parametrize(
     "model",
     [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest],

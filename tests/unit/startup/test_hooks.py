@@ -201,6 +201,19 @@ def test_advice_that_fits_the_reason_for_no_port(host: str, error: OSError, reme
     assert line.startswith(f"Error: cannot listen on {host}:80: {error.strerror}. {remedy}"), line
 
 
+def test_two_servers_that_start_at_once() -> None:
+    """Both may bind the port, and the one that is ready last would never get a request."""
+    startup.explain_bind_errors(hooks.explain_bind_error)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    first = launcher.create_server_socket(address, reuse_port=False)
+    with pytest.raises(SystemExit, match=r"cannot listen on .*: Address already in use\. Stop the"):
+        launcher.create_server_socket(address, reuse_port=False)
+    first.close()
+    del first
+    launcher.create_server_socket(address, reuse_port=False).close()
+
+
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
     return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))

@@ -176,6 +176,9 @@ def test_the_drafter_and_the_tokenizer_too(clone: Path, no_network: None) -> Non
         check_engine_arguments(arguments("checkpoints/small", tokenizer="nope"))
     with pytest.raises(ValueError, match=r"no generation-config .* with --generation-config"):
         check_engine_arguments(arguments("checkpoints/small", generation_config="nope"))
+    file = "checkpoints/small/config.json"
+    with pytest.raises(ValueError, match=r"must be a folder, got .*: name 'checkpoints/small'\."):
+        check_engine_arguments(arguments("checkpoints/small", generation_config=file))
 
 
 def test_a_tokenizer_of_the_hub(clone: Path, network: list[tuple[str, int]]) -> None:

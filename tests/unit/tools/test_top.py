@@ -100,7 +100,7 @@ def test_several_engines(served: Served) -> None:
 @pytest.mark.parametrize(
     ("status", "text", "complaint"),
     [
-        (404, "", "answers /metrics with HTTP 404: it is not vLLM."),
+        (404, "", "answers /metrics with HTTP 404: it is not vLLM, or --url has a "),
         (200, "<html>", "is not a list of metrics"),
         (
             200,
