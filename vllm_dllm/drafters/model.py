@@ -9,7 +9,7 @@ from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.compat.dflash import MendedDFlashModel
-from vllm_dllm.quantization.complete_weights import CompleteWeights
+from vllm_dllm.quantization.checked_weights import load_checked
 
 
 class CompleteDrafter(DFlashQwen3ForCausalLM):
@@ -24,9 +24,7 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
             orig_to_new_regex=renamed.orig_to_new_regex,
         )
         shared = ("lm_head.", "model.embed_tokens.", "model.mask_embedding", "draft_id_to_")
-        complete = CompleteWeights(self, self.packed_modules_mapping, names, optional=shared)
-        super().load_weights(complete.count(weights))
-        complete.check_complete()
+        load_checked(self, super().load_weights, weights, names, shared)
 
 
 class DFlash2DraftModel(CompleteDrafter, DFlash2Qwen3ForCausalLM):

@@ -36,7 +36,7 @@ from tests.unit.models.test_published_sizes import SIZES, checkpoint_tensors, pu
 from vllm_dllm import plugin
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.models.masked import BlockRouting
-from vllm_dllm.quantization.complete_weights import weights_in_parts
+from vllm_dllm.quantization.checked_weights import weights_in_parts
 
 ARCHITECTURES = sorted(FAMILIES)
 _IS_TRIED = re.compile(r"(?!.*layers\.2|.*experts\.(?!5\.))").match
@@ -78,6 +78,10 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
             ValueError, match=re.escape(f"no weights for {name}. Check that its files")
         ):
             served.load_weights(iter(left.items()))
+        if len(weights[name]) > 1:
+            smaller = weights | {name: weights[name][:-1]}
+            with pytest.raises(ValueError, match=rf"at {re.escape(name)} .*: its shape must be "):
+                served.load_weights(iter(smaller.items()))
     with weights_in_parts():
         for part in weights.items():
             served.load_weights(iter([part]))
@@ -85,7 +89,8 @@ def test_a_missing_tensor_is_named(tmp_path: Path, architecture: str) -> None:
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "nan": (lambda w: torch.full_like(w, math.nan), "its numbers must be finite, got "),
-    "shape": (lambda w: w[:-1], "its shape does not fit config.json"),
+    "shape": (lambda w: w[:-1], "its shape must be ["),
+    "type": (lambda w: w.to(torch.int8), "its type must be bfloat16 or float16 or float32, got "),
 }
 
 
