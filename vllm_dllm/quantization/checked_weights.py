@@ -194,19 +194,19 @@ def describe_wrong_numbers(kind: str, tensor: torch.Tensor) -> str | None:
         return None
     if kind in _CLIPPING_BOUNDS:
         return None
+    must_be_positive = kind in SCALES
     if tensor.dtype == torch.float8_e4m3fn:
         # As an unsigned byte, NaN is the largest number with its sign. As a signed one, it is the
-        # largest without, and negative numbers are.
+        # largest without, and negative numbers are negative.
         unsigned, signed = tensor.view(torch.uint8), tensor.view(torch.int8)
-        is_finite = unsigned.max() < 0xFF and signed.max() < 0x7F
-        is_positive = signed.min() > 0
+        is_right = unsigned.max() < 0xFF and signed.max() < 0x7F
+        is_right = is_right and (not must_be_positive or signed.min() > 0)
     else:
         # Both are NaN if one number is.
         smallest, largest = (tensor if tensor.itemsize > 1 else tensor.float()).aminmax()
-        is_finite = smallest.isfinite() and largest.isfinite()
-        is_positive = smallest > 0
-    must_be_positive = kind in SCALES
-    if is_finite and (is_positive or not must_be_positive):
+        is_right = smallest.isfinite() and largest.isfinite()
+        is_right = is_right and (not must_be_positive or smallest > 0)
+    if is_right:
         return None
     numbers = tensor.float()
     wrong = ~numbers.isfinite() | (must_be_positive & (numbers <= 0))

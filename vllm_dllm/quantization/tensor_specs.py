@@ -73,17 +73,18 @@ def list_tensors(model: nn.Module) -> Iterator[tuple[str, TensorSpec]]:
         is_plain = method is None or isinstance(method, _UNQUANTISED)
         quantises = getattr(method, "uses_meta_device", False)  # while it loads, so without scales
         saved = {"weight", "bias"} if quantises else _SAVED
+        if getattr(method, "use_a16", False):  # so inputs are not quantised
+            saved = saved - {"input_global_scale"}
         is_known = is_plain or quantises or isinstance(method, _COMPRESSED)
         for kind, tensor in _saved_tensors(name, module):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             is_required = is_plain or kind.removeprefix("w13_").removeprefix("w2_") in saved
-            converted = (types for types in _CONVERTED if tensor.dtype in types)
-            dtypes = next(converted, {tensor.dtype}) if is_known else None
-            for part, whole_shape in _list_parts(name, module, kind, tensor, packed_modules):
-                shape = whole_shape if is_known else None
-                yield part, TensorSpec(f"{name}.{kind}", is_required, shape, dtypes)
+            types = next((types for types in _CONVERTED if tensor.dtype in types), {tensor.dtype})
+            for part, shape in _list_parts(name, module, kind, tensor, packed_modules):
+                look = (shape, types) if is_known and shape is not None else (None, None)
+                yield part, TensorSpec(f"{name}.{kind}", is_required, *look)
         if is_plain and isinstance(module, RoutedExperts):  # all of which may come as one tensor
             experts, config = name.removesuffix(".routed_experts"), module.moe_config
             hidden, inner = config.hidden_dim_unpadded, config.intermediate_size

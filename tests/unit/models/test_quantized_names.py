@@ -218,6 +218,14 @@ DAMAGE: dict[str, tuple[str, Callable[[Weights], Weights], str]] = {
 }
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4", "W4A16"])
+def test_whole_weights_are_loaded(
+    checkpoints: dict[str, Path], models: Callable[[str], ServedModel], scheme: str
+) -> None:
+    """Of some parameters vLLM says another type than the tensors have."""
+    models(scheme).load_weights(load_file(checkpoints[scheme] / "model.safetensors").items())
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_weights_are_named(
     checkpoints: dict[str, Path], models: Callable[[str], ServedModel], name: str
