@@ -226,7 +226,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_class", [DFlashDraftModel, DFlash2DraftModel])
-def test_a_missing_tensor_is_named(
+def test_a_missing_or_smaller_tensor_is_named(
     build: Build, tmp_path: Path, model_class: type[CompleteDrafter]
 ) -> None:
     path = DRAFTER if model_class is DFlashDraftModel else make_dflash2(tmp_path / "drafter")
