@@ -1,4 +1,4 @@
-"""vLLM's models of DFlash drafters, with a check that no weight is missing."""
+"""vLLM's models of DFlash drafters, with a check of their weights."""
 
 from collections.abc import Iterable
 
@@ -13,10 +13,11 @@ from vllm_dllm.quantization.checked_weights import load_checked
 
 
 class CompleteDrafter(DFlashQwen3ForCausalLM):
-    """vLLM's DFlash model, which also refuses incomplete weights."""
+    """vLLM's DFlash model, which also refuses incomplete and wrong weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the weights. Raises ValueError if one is missing that the target does not share."""
+        """Loads the weights. Raises ValueError, as `load_checked`, also if one is missing that the
+        target does not share."""
         renamed = self.model.hf_to_vllm_mapper  # by parts of names, since vLLM 0.33 by patterns
         names = WeightsMapper(
             orig_to_new_prefix={"": "model."},

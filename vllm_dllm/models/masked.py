@@ -55,8 +55,8 @@ class MaskedModel:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a checkpoint's tensors, and returns the names of those loaded. Raises ValueError,
-        naming the tensor, if one is missing, unknown, of another shape, not all numbers, or an
-        impossible scale."""
+        naming the tensor, if one is missing, unknown, of another shape or type, not all numbers, or
+        an impossible scale."""
         # A server that has slept loads again, into a head and embeddings that are not tied yet.
         tied = ("lm_head.",) if self.config.tie_word_embeddings else ()
 
