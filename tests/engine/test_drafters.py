@@ -376,14 +376,15 @@ def test_dummy_weights_and_weight_updates() -> None:
     ["DFlashDraftModel", pytest.param("DFlash2DraftModel", marks=pytest.mark.thorough)],
 )
 def test_a_drafter_of_no_numbers_drafts_nothing(tmp_path: Path, architecture: str) -> None:
-    """And ends no engine: answers are the target's, drawn ones too."""
+    """And ends no engine: answers are the target's, drawn ones too. Its weights are numbers, or it
+    would not be loaded, but what it computes of them is not."""
     path = make_dflash2(tmp_path / "drafter")
     weights = load_file(path / "model.safetensors")
     if architecture == "DFlashDraftModel":
         weights = {name: weights[name] for name in load_file(DRAFTER / "model.safetensors")}
         (path / "config.json").write_text((DRAFTER / "config.json").read_text())
     for weight in weights.values():
-        weight[..., 0] = torch.nan
+        weight[..., 0] = torch.finfo(weight.dtype).max
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     prompts = chat_prompts()[:6]
     params = [

@@ -1,4 +1,4 @@
-"""vLLM's models of DFlash drafters, with a check that no weight is missing."""
+"""vLLM's models of DFlash drafters, with a check of their weights."""
 
 from collections.abc import Iterable
 
@@ -9,14 +9,15 @@ from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_dllm.compat.dflash import MendedDFlashModel
-from vllm_dllm.quantization.complete_weights import CompleteWeights
+from vllm_dllm.quantization.checked_weights import load_checked
 
 
 class CompleteDrafter(DFlashQwen3ForCausalLM):
-    """vLLM's DFlash model, which also refuses incomplete weights."""
+    """vLLM's DFlash model, which also refuses incomplete and wrong weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the weights. Raises ValueError if one is missing that the target does not share."""
+        """Loads the weights. Raises ValueError, as `load_checked`, also if one is missing that the
+        target does not share."""
         renamed = self.model.hf_to_vllm_mapper  # by parts of names, since vLLM 0.33 by patterns
         names = WeightsMapper(
             orig_to_new_prefix={"": "model."},
@@ -24,9 +25,7 @@ class CompleteDrafter(DFlashQwen3ForCausalLM):
             orig_to_new_regex=renamed.orig_to_new_regex,
         )
         shared = ("lm_head.", "model.embed_tokens.", "model.mask_embedding", "draft_id_to_")
-        complete = CompleteWeights(self, self.packed_modules_mapping, names, optional=shared)
-        super().load_weights(complete.count(weights))
-        complete.check_complete()
+        load_checked(self, super().load_weights, weights, names, shared)
 
 
 class DFlash2DraftModel(CompleteDrafter, DFlash2Qwen3ForCausalLM):

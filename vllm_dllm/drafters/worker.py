@@ -9,7 +9,7 @@ from vllm_dllm.compat import drafting
 from vllm_dllm.compat.runner import refuse_vocabulary_adapters
 from vllm_dllm.compat.worker_logprobs import restrict_prompt_logprobs, score_named_tokens
 from vllm_dllm.config.workers import SPECULATORS
-from vllm_dllm.quantization.complete_weights import weights_in_parts
+from vllm_dllm.quantization.checked_weights import weights_in_parts
 
 
 class DraftWorker(Worker):

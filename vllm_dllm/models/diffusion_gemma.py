@@ -6,6 +6,7 @@ the embeddings and attention metadata that `DiffusionModelState` prepares.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from vllm_dllm.attention import use_window_rules
 from vllm_dllm.compat.concurrent_experts import allow_concurrent_experts, run_experts_beside_mlp
 from vllm_dllm.compat.row_reductions import read_rows_once
 from vllm_dllm.models import vision
-from vllm_dllm.models.expected_weights import ExpectedWeights, errors_at_a_tensor
 from vllm_dllm.models.image_processor import (
     IMAGE,
     VIDEO,
@@ -36,6 +36,7 @@ from vllm_dllm.models.image_processor import (
 )
 from vllm_dllm.models.vocabulary import Vocabulary, no_logits
 from vllm_dllm.quantization import modelopt
+from vllm_dllm.quantization.checked_weights import load_checked
 from vllm_dllm.quantization.config import adapt_quant_config
 
 
@@ -219,14 +220,14 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
         the tensor, if one is missing, unknown, of another shape or type, not all numbers, or an
         impossible scale."""
         # Full-attention layers' keys are their values.
-        absent = {
-            f"model.layers.{i}.self_attn.v_proj"
+        optional = [
+            f"model.layers.{i}.self_attn.v_proj."
             for i, layer_type in enumerate(self.config.layer_types)
             if layer_type == "full_attention"
-        }
+        ]
         ignored = []  # names in the checkpoint
         if self.config.tie_word_embeddings:
-            absent.add("lm_head")
+            optional.append("lm_head.")
             ignored.append("lm_head.")
         if self.vision_tower is None:
             ignored += ["model.encoder.vision_tower.", "model.encoder.embed_vision."]
@@ -236,14 +237,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, Vocabulary, SupportsMultiModal,
             weights = modelopt.to_compressed_tensors_weights(
                 weights, algorithm, self.config.num_experts
             )
-        expected = ExpectedWeights(self, mapper, absent)
-        advice = (
-            "Expected what transformers' DiffusionGemmaForBlockDiffusion or `vllm-dllm quantize` "
-            "saves for this config.json; check that the files are complete and belong together."
-        )
-        with errors_at_a_tensor(expected, advice):
-            # Some checkpoints of Gemma's carry an embedding that nothing reads.
-            loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["embed_vision.embedding."])
-            loaded = loader.load_weights(expected.check_each(weights), mapper=mapper)
-            expected.check_complete()
-        return loaded
+        # Some checkpoints of Gemma's carry an embedding that nothing reads.
+        loader = AutoWeightsLoader(self, ignore_unexpected_prefixes=["embed_vision.embedding."])
+        load = partial(loader.load_weights, mapper=mapper)
+        return load_checked(self, load, weights, mapper, tuple(optional))

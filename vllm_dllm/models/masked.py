@@ -18,9 +18,8 @@ from vllm.platforms import current_platform
 from vllm_dllm.attention import use_window_rules
 from vllm_dllm.compat.experts import use_routing_function
 from vllm_dllm.config.architectures import family_of
-from vllm_dllm.models.expected_weights import check_numbers, errors_at_a_tensor
 from vllm_dllm.models.vocabulary import no_logits
-from vllm_dllm.quantization.complete_weights import CompleteWeights
+from vllm_dllm.quantization.checked_weights import load_checked
 from vllm_dllm.quantization.config import adapt_masked_quant_config
 
 
@@ -56,17 +55,15 @@ class MaskedModel:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a checkpoint's tensors, and returns the names of those loaded. Raises ValueError,
-        naming the tensor, if one is missing, unknown, of another shape, not all numbers, or an
-        impossible scale."""
+        naming the tensor, if one is missing, unknown, of another shape or type, not all numbers, or
+        an impossible scale."""
         # A server that has slept loads again, into a head and embeddings that are not tied yet.
         tied = ("lm_head.",) if self.config.tie_word_embeddings else ()
-        complete = CompleteWeights(self, self.packed_modules_mapping, self.names, optional=tied)
-        counted = check_numbers(complete.count(weights))
-        advice = "Check that its files are complete and belong together."
-        with errors_at_a_tensor(complete, advice):
-            loaded = self.load_named_weights(self.names.apply(counted))
-        complete.check_complete(loaded)
-        return loaded
+
+        def load(checked: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            return self.load_named_weights(self.names.apply(checked))
+
+        return load_checked(self, load, weights, self.names, tied)
 
     def load_named_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads weights that have the names of vLLM's class. Returns the names of those loaded."""

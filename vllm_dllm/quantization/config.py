@@ -92,11 +92,10 @@ def _scales_by_tensor(config: QuantizationConfig) -> bool:
 
 
 def _warn_unchecked(scheme: str, layers: str) -> None:
-    """Logs once a warning that vLLM alone loads and computes `layers`, quantised by `scheme`, so
-    that they are not checked."""
+    """Logs once a warning that vLLM alone computes `layers`, quantised by `scheme`."""
     logger.warning_once(
         "Quantisation by %s is not one of the schemes known here. vLLM loads and computes %s: "
-        "missing tensors are not detected, and answers have not been compared with a reference.",
+        "answers have not been compared with a reference.",
         scheme,
         layers,
     )

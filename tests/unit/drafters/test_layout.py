@@ -30,7 +30,7 @@ from vllm_dllm.drafters.layout import (
 )
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
 from vllm_dllm.errors import InputError
-from vllm_dllm.quantization.complete_weights import weights_in_parts
+from vllm_dllm.quantization.checked_weights import weights_in_parts
 
 # z-lab/Qwen3-8B-DFlash-b16, for Qwen/Qwen3-8B; configs/qwen3-8b-dflash.json of
 # sgl-project/SpecForge.
@@ -226,7 +226,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_class", [DFlashDraftModel, DFlash2DraftModel])
-def test_a_missing_tensor_is_named(
+def test_a_missing_or_smaller_tensor_is_named(
     build: Build, tmp_path: Path, model_class: type[CompleteDrafter]
 ) -> None:
     path = DRAFTER if model_class is DFlashDraftModel else make_dflash2(tmp_path / "drafter")
@@ -237,6 +237,9 @@ def test_a_missing_tensor_is_named(
             left = {key: weight for key, weight in weights.items() if key != name}
             with pytest.raises(ValueError, match=re.escape(f"no weights for {name}. Check")):
                 model.load_weights(left.items())
+            smaller = weights | {name: weights[name][:-1]}
+            with pytest.raises(ValueError, match=rf"at {re.escape(name)} .*: its shape must be "):
+                model.load_weights(smaller.items())
     with weights_in_parts():
         for part in weights.items():
             model.load_weights([part])

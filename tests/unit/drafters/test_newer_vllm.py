@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
@@ -33,12 +32,7 @@ def test_weights_are_counted_by_the_names_that_vllm_gives_them(
 ) -> None:
     mappers: list[WeightsMapper] = []
 
-    def complete_weights(_: Any, packed: Any, names: WeightsMapper, optional: Any) -> Any:
-        mappers.append(names)
-        return SimpleNamespace(count=iter, check_complete=lambda: None)
-
-    monkeypatch.setattr(model, "CompleteWeights", complete_weights)
-    monkeypatch.setattr(DFlashQwen3ForCausalLM, "load_weights", lambda *_: None)
+    monkeypatch.setattr(model, "load_checked", lambda *loaded: mappers.append(loaded[3]))
     drafter = model.CompleteDrafter.__new__(model.CompleteDrafter)
     torch.nn.Module.__init__(drafter)
     drafter.model = torch.nn.Module()

@@ -19,7 +19,7 @@ from vllm_dllm.compat.dflash import DFlashHooks, MendedDFlashModel
 from vllm_dllm.compat.drafting import send_widths_to_speculator
 from vllm_dllm.drafters.dflash import WidthDFlashSpeculator
 from vllm_dllm.drafters.worker import DraftWorker
-from vllm_dllm.quantization.complete_weights import must_be_complete
+from vllm_dllm.quantization import checked_weights
 from vllm_dllm.step.runner.worker import CanvasWorker
 
 
@@ -50,10 +50,11 @@ def test_widths_are_predicted_under_data_parallelism(monkeypatch: pytest.MonkeyP
 def test_a_trainers_weights_come_in_parts(
     monkeypatch: pytest.MonkeyPatch, worker: type[Worker]
 ) -> None:
-    complete = []
-    monkeypatch.setattr(Worker, "update_weights", lambda *_: complete.append(must_be_complete()))
+    in_parts = checked_weights._come_in_parts
+    found = []
+    monkeypatch.setattr(Worker, "update_weights", lambda *_: found.append(in_parts.get()))
     worker.update_weights(object.__new__(worker), {"names": []})
-    assert complete == [False] and must_be_complete()
+    assert found == [True] and not in_parts.get()
 
 
 @pytest.fixture(scope="module")

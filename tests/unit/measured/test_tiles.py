@@ -9,7 +9,7 @@ import torch
 
 from vllm_dllm.compat import experts
 from vllm_dllm.config.tiles import FOLDER
-from vllm_dllm.measured import expert_kernels, tiles
+from vllm_dllm.measured import expert_kernels
 from vllm_dllm.measured.stopwatch import Stopwatch
 
 MODEL_SIZE, EXPERTS = 8, 4
@@ -66,7 +66,7 @@ def test_each_number_of_rows_gets_its_fastest(kernel: Kernel) -> None:
         return 1.0 if chosen == best[rows] else 1.3
 
     layers = [layer("E=4,N=2.json"), layer("E=4,N=2.json"), layer("E=4,N=3.json")]
-    tables, ours, gains = tiles.measure_experts(layers, (256, 2048), Stopwatch(clock))
+    tables, ours, gains = expert_kernels.measure_experts(layers, (256, 2048), Stopwatch(clock))
     expected = {"256": shipped_tiles()[0], "2048": STOCK}
     assert tables == {"E=4,N=2.json": expected, "E=4,N=3.json": expected}
     assert ours == {file: {"256": 0, "2048": 0} for file in tables}, "vLLM's, whatever we ship"
@@ -77,7 +77,7 @@ def test_each_number_of_rows_gets_its_fastest(kernel: Kernel) -> None:
 
 def test_what_could_not_be_timed_is_left_to_vllm(kernel: Kernel) -> None:
     stopwatch = Stopwatch(lambda run: 1.0, until=0)
-    assert tiles.measure_experts([layer("a.json")], (256,), stopwatch) == ({}, {}, [])
+    assert expert_kernels.measure_experts([layer("a.json")], (256,), stopwatch) == ({}, {}, [])
 
 
 @pytest.mark.parametrize("has_tiles", [True, False], ids=["Triton", "CUTLASS"])
@@ -90,7 +90,7 @@ def test_ours_computes_the_steps_that_it_is_fastest_for(kernel: Kernel, has_tile
         return ms.get((rows, chosen), 1.0) if isinstance(chosen, int) else 1.0
 
     one = layer("a.json", has_tiles, {256: 32, 2048: 128})
-    tables, ours, gains = tiles.measure_experts([one], (256, 2048, 8192), Stopwatch(clock))
+    tables, ours, gains = expert_kernels.measure_experts([one], (256, 2048, 8192), Stopwatch(clock))
     assert ours == {"a.json": {"256": 32, "2048": 0, "8192": 0}}
     assert gains == ["experts at 256 rows 2.00 times"]
     assert tables == (

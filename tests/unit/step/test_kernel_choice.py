@@ -62,7 +62,7 @@ class Start:
             monkeypatch.setattr(kernel_choice, name, value)
         monkeypatch.setattr(folder, "result_folder", lambda _: path)
         monkeypatch.setattr(kernel_choice.attention, "measure_attention", self.attention)
-        monkeypatch.setattr(kernel_choice.tiles, "measure_experts", self.tiles)
+        monkeypatch.setattr(kernel_choice.expert_kernels, "measure_experts", self.tiles)
         monkeypatch.setattr(
             kernel_choice.expert_kernels, "install_kernels", lambda _, ours: self.used.append(ours)
         )
@@ -131,7 +131,7 @@ def test_what_was_not_measured_stays_as_shipped(
     shipped = tiles.shipped_tiles(SHIPPED_FILE)
     measured = {SHIPPED_FILE: {"256": {"BLOCK_SIZE_M": 16}}}
     found = measured, {SHIPPED_FILE: {"256": 0}, "other.json": {"256": 32}}, []
-    monkeypatch.setattr(kernel_choice.tiles, "measure_experts", lambda *_: found)
+    monkeypatch.setattr(kernel_choice.expert_kernels, "measure_experts", lambda *_: found)
     start.run()
     sizes = shipped_block_sizes()[SHIPPED_FILE] | {"256": 0}
     expected = {SHIPPED_FILE: sizes, "other.json": {"256": 32, "2048": 0}}

@@ -20,7 +20,7 @@ from vllm_dllm.compat.fp8_linears import open_fp8_linears
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig, KernelChoice
 from vllm_dllm.config.tiles import VARIABLE, may_replace_experts, shipped_block_sizes, shipped_tiles
-from vllm_dllm.measured import expert_kernels, folder, fp8_linears, tiles
+from vllm_dllm.measured import expert_kernels, folder, fp8_linears
 from vllm_dllm.measured.stopwatch import Clock, Stopwatch, gpu_clock
 
 logger = init_logger(__name__)
@@ -126,7 +126,7 @@ def _measure(
     steps = [canvases for canvases in CANVASES if canvases * length <= most]
     rows = [canvases * length for canvases in steps]
     layers: list[dict[str, Any]] = []
-    tables: dict[str, tiles.Table] = {}
+    tables: dict[str, expert_kernels.Table] = {}
     ours: dict[str, expert_kernels.Sizes] = {}
     gains: list[str] = []
     # Masked models run Triton alone, and `flash_attn_version` is the user's choice.
@@ -142,7 +142,7 @@ def _measure(
                 stopwatch,
             )
     if os.environ.get(VARIABLE) == str(path):  # else vLLM reads tiles from the user's folder
-        tables, ours, gains = tiles.measure_experts(model.modules(), rows, stopwatch)
+        tables, ours, gains = expert_kernels.measure_experts(model.modules(), rows, stopwatch)
     linears, of_linears = fp8_linears.measure_fp8_linears(
         model.modules(), vllm_config.model_config.dtype, rows, stopwatch
     )

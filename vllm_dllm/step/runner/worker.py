@@ -22,7 +22,7 @@ from vllm_dllm.compat.runner import (
 from vllm_dllm.compat.step_inputs import reuse_step_inputs
 from vllm_dllm.compat.worker_logprobs import compile_prompt_logprobs, restrict_prompt_logprobs
 from vllm_dllm.parents import end_with_parent
-from vllm_dllm.quantization.complete_weights import weights_in_parts
+from vllm_dllm.quantization.checked_weights import weights_in_parts
 from vllm_dllm.step.runner.kernel_choice import choose_kernels, prepare_choice
 
 logger = init_logger(__name__)
