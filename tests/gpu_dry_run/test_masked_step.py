@@ -99,11 +99,7 @@ class Server:
     ],
 )
 def test_nobody_waits(
-    cuda: FakeCuda,
-    architecture: str,
-    modes: tuple[str, ...],
-    runs_fa4: bool,
-    joins_commits: bool,
+    cuda: FakeCuda, architecture: str, modes: tuple[str, ...], runs_fa4: bool, joins_commits: bool
 ) -> None:
     server = Server(joins_commits, architecture, runs_fa4)
     cuda.forget()

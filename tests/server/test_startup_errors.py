@@ -148,11 +148,7 @@ def test_start_ends_with_a_clear_error(complaint: Complaint, broken: Path, name:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("extension-config-key", marks=pytest.mark.thorough),
-        "missing-weight",
-    ],
+    "name", [pytest.param("extension-config-key", marks=pytest.mark.thorough), "missing-weight"]
 )
 def test_a_server_says_it_last(broken: Path, tmp_path: Path, name: str) -> None:
     """What was found in the process that the user started, and in that of the model."""

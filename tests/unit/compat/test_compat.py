@@ -155,11 +155,7 @@ def test_drafts_are_verified_natively_unless_fly_may_accept_them(
         monkeypatch.setattr(rejection_sampler, "rejection_sample", lambda *args, **kwargs: kwargs)
         runner.replace_rejection_sample(lambda *args: args)
         verify = rejection_sampler.rejection_sample
-    fly = {
-        "fly_window_size": window,
-        "fly_entropy_threshold": 0.3,
-        "fly_entropy_top_k": 3,
-    }
+    fly = {"fly_window_size": window, "fly_entropy_threshold": 0.3, "fly_entropy_top_k": 3}
     answer = verify("logits", None, use_fp64=True, **fly)
     assert answer == (("logits", True) if window == 0 else {"use_fp64": True, **fly})
 

@@ -216,9 +216,7 @@ def test_draws(fused: ModuleType, canvas_length: int, vocab_size: int) -> None:
     keys, done, most = numbers[slots].unbind(dim=-1)
     expected = temperature(done, most, *schedule[slots].unbind(dim=-1))
     torch.testing.assert_close(
-        drawn.temperature,
-        expected[:, None].expand(-1, canvas_length),
-        **tolerances.short_formula(),
+        drawn.temperature, expected[:, None].expand(-1, canvas_length), **tolerances.short_formula()
     )
     assert drawn.starts.equal(starts)
     of_step = noise.step_noise(keys, starts, lengths, done, canvas_length, vocab_size)

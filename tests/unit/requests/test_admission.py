@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.unit.requests.served_model import (
@@ -31,13 +27,7 @@ from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests import admission
 from vllm_dllm.requests.admission import admit, admit_target
 from vllm_dllm.requests.limits import begin_http_request
-from vllm_dllm.requests.options import (
-    KEYS,
-    OPTIONS_KEY,
-    RequestOptions,
-    load_option,
-    load_options,
-)
+from vllm_dllm.requests.options import KEYS, OPTIONS_KEY, RequestOptions, load_option, load_options
 
 CANVAS = [7] * C
 REPETITIONS = RepetitionDetectionParams(max_pattern_size=10**6, min_count=2)

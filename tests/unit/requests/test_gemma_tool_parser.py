@@ -324,10 +324,7 @@ def whole(parser: Any, text: str, asked: Any, prompt: Sequence[int] = PROMPT) ->
 
 
 def streamed(
-    parser: Any,
-    found: list[tuple[str, list[int]]],
-    asked: Any,
-    prompt: Sequence[int] = PROMPT,
+    parser: Any, found: list[tuple[str, list[int]]], asked: Any, prompt: Sequence[int] = PROMPT
 ) -> Seen:
     seen = Seen()
     for i, (text, ids) in enumerate(found):

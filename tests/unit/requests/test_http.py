@@ -181,10 +181,7 @@ def test_parts_of_another_type(case: str) -> None:
 
 
 WITHOUT_XARGS: dict[str, dict[str, Any]] = {
-    "systemone": {
-        "state": {"diffusion_max_steps": 1},
-        "questions": {"steps": {"type": "noul"}},
-    },
+    "systemone": {"state": {"diffusion_max_steps": 1}, "questions": {"steps": {"type": "noul"}}},
     "scoring": {"query": "Is it?", "items": ["yes", "no"], "label_token_ids": [5, 6]},
     "tokens": {
         "token_ids": [5],
@@ -223,8 +220,7 @@ def test_routes_without_xargs_take_no_keys_in_the_body(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest],
+    "model", [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest]
 )
 def test_no_field_of_vllms_is_taken_for_ours(model: type[BaseModel]) -> None:
     for name in model.model_fields:

@@ -41,12 +41,7 @@ def state(worker: Worker, req_id: str) -> list[list[float]]:
     ],
 )
 def test_when_a_block_is_emitted(
-    worker: GetWorker,
-    joins: bool,
-    commits_last: bool,
-    kind: str,
-    emits_in: int,
-    commits: bool,
+    worker: GetWorker, joins: bool, commits_last: bool, kind: str, emits_in: int, commits: bool
 ) -> None:
     """A model without a doubt takes two steps, and a third where the block has its own commit. The
     block behind takes as many: nothing has been guessed of it."""
@@ -93,10 +88,7 @@ def test_a_part_of_a_canvas_is_taken_back(worker: GetWorker) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "prompt", "width"),
-    [
-        ({}, CONTEXT - 3, 3),
-        ({"diffusion_canvas_length": 2}, C, 2),
-    ],
+    [({}, CONTEXT - 3, 3), ({"diffusion_canvas_length": 2}, C, 2)],
     ids=["the context ends", "as asked"],
 )
 def test_a_narrow_canvas_is_whole(

@@ -110,10 +110,7 @@ def test_a_block_follows(step: Step) -> None:
     changed = [*TEXT[:2], 9, 9, *TEXT[2:6]]  # two tokens more
     assert step.behind({1: TEXT[:C]}, ended=False) is not None
     found = step.behind({3: TEXT[:C], 1: changed})
-    assert found == {
-        3: ([NOISE] * C, [NO_TOKEN] * C),
-        1: (TEXT[6:14], TEXT[6:14]),
-    }
+    assert found == {3: ([NOISE] * C, [NO_TOKEN] * C), 1: (TEXT[6:14], TEXT[6:14])}
     assert step.behind({1: TEXT[6:14]}) == {1: (TEXT[14:22], TEXT[14:22])}
 
 
@@ -176,10 +173,7 @@ def test_the_end_moves_with_the_rest(step: Step) -> None:
     step.add(1, TEXT[:7])
     guess = [*TEXT[:2], *TEXT[3:7], STOP, STOP]  # one token less
     assert step.moved({1: guess}) == {
-        1: (
-            [NOISE, NOISE, *TEXT[3:7], STOP, NOISE],
-            [NOISE, NOISE, *TEXT[3:7], STOP, STOP],
-        )
+        1: ([NOISE, NOISE, *TEXT[3:7], STOP, NOISE], [NOISE, NOISE, *TEXT[3:7], STOP, STOP])
     }
 
 

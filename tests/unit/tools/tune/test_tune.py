@@ -249,10 +249,7 @@ def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str
         (NEMOTRON, [{"mode": "self_speculation"}]),
         (
             FAST_DLLM,
-            [
-                {"acceptance": "confidence", "accept_probability": 0.9},
-                {"acceptance": "verified"},
-            ],
+            [{"acceptance": "confidence", "accept_probability": 0.9}, {"acceptance": "verified"}],
         ),
     ],
 )
