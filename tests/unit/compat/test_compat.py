@@ -32,13 +32,7 @@ from scripts.vllm_seams import (
 )
 from tests.patched import patched
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import (
-    CALL,
-    CHANNEL_BEGINS,
-    CHANNEL_ENDS,
-    THOUGHT_ENDS,
-    add_tokens,
-)
+from tests.unit.grammar.canvases import CALL, CHANNEL_BEGINS, CHANNEL_ENDS, THOUGHT_ENDS, add_tokens
 from vllm_dllm.compat import ending, version
 from vllm_dllm.compat.parsers import find_reasoning_ends, make_reasoning_parser
 from vllm_dllm.cpu.compat import runner
