@@ -58,21 +58,6 @@ def test_when_a_block_is_emitted(
             assert found.rejected == {"a": 0 if commits and is_over else C}
 
 
-def test_a_canvas_takes_as_many_steps_as_it_may(worker: GetWorker) -> None:
-    one = worker()
-    one.admit("a", diffusion_max_steps=3)
-    one.admit("b", diffusion_max_steps=5, seed=1)
-    emitted: dict[str, list[int]] = {"a": [], "b": []}
-    for step in range(1, 11):
-        known = [len(one.requests[name].tokens) - one.requests[name].computed for name in "ab"]
-        says = [noise(known[i] + C, 2 * step + i) for i in range(2)]
-        found = one.step(dict(zip("ab", says, strict=True)))
-        for name, tokens in found.emitted.items():
-            if tokens:
-                emitted[name].append(step)
-    assert emitted == {"a": [3, 6, 9], "b": [5, 10]}
-
-
 def test_a_part_of_a_canvas_is_taken_back(worker: GetWorker) -> None:
     """As if the step had never been; a neighbour goes on."""
     one = worker()
@@ -108,25 +93,6 @@ def test_a_canvas_behind_the_end_is_taken_back(worker: GetWorker) -> None:
     assert state(one, "a") == before
     one.step({"a": noise(16)}, late=16)
     assert state(one, "a") != before
-
-
-@pytest.mark.parametrize("leaves", ["a", "stays"])
-def test_a_slot_is_the_latest_requests(worker: GetWorker, leaves: str) -> None:
-    """What was guessed for the one before counts for nothing."""
-    one, fresh = worker(), worker()
-    one.admit("stays", seed=5)
-    one.admit("a")
-    one.step({"stays": noise(C), "a": sure(BLOCK)})
-    slot = one.slot(leaves)
-    one.leave(leaves)
-    one.admit("b", seed=3)
-    assert one.slot("b") == slot
-    fresh.admit("b", seed=3)
-    for _ in range(2):
-        assert state(one, "b") == state(fresh, "b")
-        found, expected = (w.step({"b": sure(BLOCK)}).emitted for w in (one, fresh))
-        assert found == expected
-    assert found == {"b": BLOCK}
 
 
 @pytest.mark.parametrize("joins", [True, False])
@@ -251,10 +217,6 @@ def test_thresholds_follow_the_load(num_canvases: int) -> None:
         atol=0,
     )
     assert rules.entropy_bound == 0.1
-
-
-def test_without_stages_none_is_reached() -> None:
-    assert LoadStages((), torch.device("cpu")).num_stages_at(10**6) == 0
 
 
 def asked(**options: Any) -> dict[str, Any]:
