@@ -94,12 +94,6 @@ def step() -> Step:
     return Step()
 
 
-def test_the_first_block_starts_as_predicted(step: Step) -> None:
-    step.add(2, TEXT)
-    assert step.first(2) == (TEXT[:C], TEXT[:C])
-    assert step.first(1) == ([NOISE] * C, [0] * C)
-
-
 def test_stop_tokens_are_guessed_behind_the_end(step: Step) -> None:
     step.add(0, TEXT[:3])
     assert step.first(0) == (TEXT[:3] + [STOP] + [NOISE] * 4, TEXT[:3] + [STOP] * 5)
