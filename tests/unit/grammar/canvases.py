@@ -1,6 +1,6 @@
-"""Canvases for the tests of grammars: a tokenizer of 512 tokens, logits of noise, of a right answer,
-or of one with the faults of a model that is half done; and what the fast versions are measured
-against, in plain Python."""
+"""Canvases for the tests of grammars: a tokenizer of 512 tokens, logits of noise, of a right
+answer, or of one with the faults of a model that is half done; and what the fast versions are
+measured against, in plain Python."""
 
 import json
 from collections.abc import Callable, Hashable, Mapping

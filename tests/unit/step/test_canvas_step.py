@@ -332,13 +332,6 @@ def test_what_follows_the_answer_is_not_waited_for(worker: GetWorker) -> None:
     assert emitted["judged"] and not emitted["whole"]
 
 
-def test_only_full_canvases_need_no_indices() -> None:
-    batch = canvas_batch(C, [4, 4], [7, 2])
-    assert batch.slots.tolist() == [7, 2] and batch.lengths.tolist() == [4, 4]
-    assert batch.cells is None and batch.tokens is None and batch.valid is None
-    assert batch.expand_to_rows(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
-
-
 def test_slots_in_order_are_a_slice() -> None:
     in_order = canvas_batch(C, [4, 0, 4], [3, 9, 4], [0, 4, 0])
     assert in_order.slot_index == slice(3, 5)
