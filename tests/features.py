@@ -78,10 +78,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "server/test_gemma_tool_calls.py::test_some_call_must_come",
         "server/test_gemma_tool_calls.py::test_streamed_is_the_same",
     ),
-    "watched canvases and metrics": (
-        "server/test_canvases.py",
-        "server/test_metrics.py",
-    ),
+    "watched canvases and metrics": ("server/test_canvases.py", "server/test_metrics.py"),
     "errors of a start": ("server/test_startup_errors.py::test_a_server_says_it_last",),
 }
 

@@ -17,11 +17,7 @@ Requests = Mapping[str, Mapping[str, Any]]
 
 
 def serve(
-    device: GpuDevice,
-    folder: Path,
-    scheme: str,
-    requests: Requests,
-    options: Mapping[str, Any],
+    device: GpuDevice, folder: Path, scheme: str, requests: Requests, options: Mapping[str, Any]
 ) -> Report:
     """The 26B model's shape answers `requests`, which come one after the other, a step apart."""
     return serve_checkpoint(device, checkpoints.dummy(folder, scheme), requests, options)
@@ -67,11 +63,7 @@ def serve_adapters(
 
 
 def serve_around_sleep(
-    device: GpuDevice,
-    checkpoint: Path,
-    level: int,
-    requests: Requests,
-    options: Mapping[str, Any],
+    device: GpuDevice, checkpoint: Path, level: int, requests: Requests, options: Mapping[str, Any]
 ) -> dict[str, Report]:
     """`requests` before and after a sleep. After one of level 2 the model's parameters count as
     written: that is what vLLM's `reload_weights` loads, for which parameters without memory lack
@@ -266,10 +258,7 @@ def try_linears(device: GpuDevice, folder: Path, rows: int) -> dict[str, Any]:
 
 
 def draft(
-    device: GpuDevice,
-    drafter: Mapping[str, Any],
-    requests: Requests,
-    options: Mapping[str, Any],
+    device: GpuDevice, drafter: Mapping[str, Any], requests: Requests, options: Mapping[str, Any]
 ) -> Report:
     """The shipped target with its drafter."""
     settings = dict(drafter)

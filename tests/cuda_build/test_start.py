@@ -101,12 +101,7 @@ def test_it_starts_and_answers(on_host: Callable[..., Report], folder: Path, nam
         **case.options,
     }
     report = on_host(
-        case.host,
-        chores.serve,
-        folder=folder,
-        scheme=case.scheme,
-        requests=PLAIN,
-        options=options,
+        case.host, chores.serve, folder=folder, scheme=case.scheme, requests=PLAIN, options=options
     )
     require_no_waits(report)
     assert report.facts["graphs"] == case.graphs

@@ -7,15 +7,7 @@ neither a cache nor a second copy to be wrong about.
 
 import torch
 
-from tests.engine.masked import (
-    Placed,
-    Reference,
-    Rule,
-    Step,
-    Trajectory,
-    uniform,
-    until_stop,
-)
+from tests.engine.masked import Placed, Reference, Rule, Step, Trajectory, uniform, until_stop
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion
 

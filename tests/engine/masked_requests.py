@@ -59,10 +59,7 @@ FAMILIES = {
     "MoE": Family("SDARMoeForCausalLM", often=frozenset([(4, "dynamic")])),
     "LLaDA2": Family("LLaDA2MoeModelLM", often=frozenset([(4, "edited")])),
     "LLaDA2.2": Family(
-        "LLaDA2.2",
-        LevenshteinReference,
-        MOVING_RULES,
-        frozenset([(32, "published"), (4, "warm")]),
+        "LLaDA2.2", LevenshteinReference, MOVING_RULES, frozenset([(32, "published"), (4, "warm")])
     ),
     "Nemotron": Family(
         "NemotronLabsDiffusionModel",

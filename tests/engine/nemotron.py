@@ -11,15 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tests import tolerances
-from tests.engine.masked import (
-    Placed,
-    Reference,
-    Rule,
-    Step,
-    Trajectory,
-    uniform,
-    until_stop,
-)
+from tests.engine.masked import Placed, Reference, Rule, Step, Trajectory, uniform, until_stop
 from tests.engine.parting import first_parting
 from vllm_dllm.denoise import noise
 from vllm_dllm.denoise.row_stats import sample_by_inversion

@@ -14,11 +14,7 @@ Prompt = list[int] | reference.Seen
 
 FEW_STEPS = {"diffusion_max_steps": 3}
 CHUNK = 96  # tokens of a step
-CACHED = {
-    "enable_prefix_caching": True,
-    "prefix_cache_retention_interval": None,
-    "block_size": 32,
-}
+CACHED = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None, "block_size": 32}
 PREFILLS: dict[str, dict[str, Any]] = {
     "plain": {"enable_prefix_caching": False, "enable_chunked_prefill": False},
     "prefix-caching": CACHED | {"enable_chunked_prefill": False},

@@ -54,11 +54,7 @@ class Seen:
 
     @classmethod
     def prepare(
-        cls,
-        path: Path,
-        tokens: list[int],
-        images: list[Image.Image],
-        videos: Sequence[Video] = (),
+        cls, path: Path, tokens: list[int], images: list[Image.Image], videos: Sequence[Video] = ()
     ) -> "Seen":
         """As transformers' image processor and `Gemma4Processor`, which needs torchvision, do.
 
@@ -186,10 +182,7 @@ class Trajectory:
 
 @torch.inference_mode()
 def generate_with_noise(
-    model: DiffusionGemmaForBlockDiffusion,
-    prompt: list[int] | Seen,
-    seed: int,
-    max_new_tokens: int,
+    model: DiffusionGemmaForBlockDiffusion, prompt: list[int] | Seen, seed: int, max_new_tokens: int
 ) -> Trajectory:
     """Runs transformers' own `generate` on the noise that a request with this seed sees."""
     trajectory = Trajectory()

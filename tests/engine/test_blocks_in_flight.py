@@ -12,12 +12,7 @@ from tests import tolerances
 from tests.engine.blocks_in_flight import fly
 from tests.engine.conftest import Engine, GetEngine
 from tests.engine.masked import Rule
-from tests.engine.masked_requests import (
-    GetMade,
-    generate,
-    params_of,
-    prompts_of,
-)
+from tests.engine.masked_requests import GetMade, generate, params_of, prompts_of
 from tests.engine.test_masked import blocks_decided_alike
 
 pytestmark = pytest.mark.numerics

@@ -165,10 +165,7 @@ def require_reference_lengths(served: Served, prompts: list[list[int]]) -> None:
     requests have been through."""
     compared = in_all = 0
     for (one, undecided), emitted, verified in zip(
-        replay_with_noise(prompts, served.tokens),
-        served.emitted,
-        served.verified,
-        strict=True,
+        replay_with_noise(prompts, served.tokens), served.emitted, served.verified, strict=True
     ):
         for length, (anchor, num_drafts) in zip(emitted, verified, strict=True):
             left = len(one.answer) - 1 - anchor  # what follows the answer is dropped

@@ -197,10 +197,7 @@ def test_random_weights_answer_in_every_form(engine: GetEngine, tiny: GetTiny) -
     served = engine(tiny(32), **OPTIONS)
     params = [
         SamplingParams(
-            max_tokens=100 + i,
-            seed=i,
-            structured_outputs=of(json=schema),
-            **xargs(max_steps=2),
+            max_tokens=100 + i, seed=i, structured_outputs=of(json=schema), **xargs(max_steps=2)
         )
         for i, schema in enumerate(SCHEMAS.values())
     ]

@@ -20,20 +20,8 @@ from checkpoints.recipes.tiny import IMAGE_TOKENS
 from checkpoints.recipes.tokenizer import IMAGE_ID, VIDEO_ID, build_tokenizer
 from tests import tolerances
 from tests.engine import reference
-from tests.engine.conftest import (
-    Engine,
-    GetEngine,
-    GetTiny,
-    cached_tokens,
-    preemptions,
-    tokens_of,
-)
-from tests.engine.images import (
-    random_image,
-    random_prompt,
-    random_prompt_with_videos,
-    random_video,
-)
+from tests.engine.conftest import Engine, GetEngine, GetTiny, cached_tokens, preemptions, tokens_of
+from tests.engine.images import random_image, random_prompt, random_prompt_with_videos, random_video
 from tests.engine.one_step import (
     CACHED,
     CHUNK,
@@ -124,11 +112,7 @@ def asked(seeing: GetTiny) -> Callable[[int], Asked]:
     ],
 )
 def test_one_step(
-    engine: GetEngine,
-    seeing: GetTiny,
-    asked: Callable[[int], Asked],
-    window: int,
-    setting: str,
+    engine: GetEngine, seeing: GetTiny, asked: Callable[[int], Asked], window: int, setting: str
 ) -> None:
     path, (prompts, canvases, expected) = seeing(window), asked(window)
     served = engine(path, **PREFILLS[setting])
@@ -319,10 +303,7 @@ def answers(served: Engine, prompts: list[Prompt]) -> list[list[int]]:
     """Of three blocks; a random model is chaotic: one step each."""
     params = [
         SamplingParams(
-            max_tokens=3 * CANVAS,
-            ignore_eos=True,
-            seed=seed,
-            extra_args={"diffusion_max_steps": 1},
+            max_tokens=3 * CANVAS, ignore_eos=True, seed=seed, extra_args={"diffusion_max_steps": 1}
         )
         for seed in range(len(prompts))
     ]

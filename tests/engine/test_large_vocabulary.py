@@ -127,8 +127,7 @@ def test_a_seed_gives_the_same_canvases_in_any_batch(
     own = [params_of(kind, seed, 2 * C) for seed, kind in enumerate(ALL)]
     prompt = random_ids(11, V, 1)
     alone = decided(
-        served.llm,
-        lambda: answers_of(served, [served.ask([prompt], params)[0] for params in own]),
+        served.llm, lambda: answers_of(served, [served.ask([prompt], params)[0] for params in own])
     )
     together = []
     for params in own:

@@ -230,12 +230,7 @@ def test_committed_keys_are_a_prefill_s(
     ],
 )
 def test_log_probabilities_at_the_moment_of_unmasking(
-    engine: GetEngine,
-    made: GetMade,
-    asynchronous: None,
-    family: str,
-    rule: str,
-    is_ahead: bool,
+    engine: GetEngine, made: GetMade, asynchronous: None, family: str, rule: str, is_ahead: bool
 ) -> None:
     """Of the step that put a token where it is, and which one that was; beside requests that ask
     for those of a block's last step, or for none."""

@@ -28,7 +28,7 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
     [
         (SDAR, {"hf_overrides": {"mask_token_id": 9999}}, BAD_MASK),
         (SDAR, {"block_size": 48}, "--block-size must be a multiple of the model's block of 32"),
-        (SDAR, {"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
+        (SDAR, {"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1 for a .*, got 2"),
         (SDAR, NARROW, "must be at least the canvas length"),
         (
             SDAR,
@@ -53,7 +53,6 @@ NARROW = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
             {"hf_overrides": {"dlm_paradigm": "block_diff"}},
             "dlm_paradigm in .*config.json must be 'bidirectional', got 'block_diff'",
         ),
-        (NEMOTRON, NARROW, "must be at least the canvas length"),
         (
             MOVING,
             {"hf_overrides": {"split_token_id": None}},

@@ -16,14 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests import tolerances
 from tests.engine.conftest import GetEngine
 from tests.engine.levenshtein import LevenshteinReference
-from tests.engine.masked import (
-    Reference,
-    Rule,
-    build,
-    likes_to_move,
-    published_weights,
-    randomize,
-)
+from tests.engine.masked import Reference, Rule, build, likes_to_move, published_weights, randomize
 from tests.engine.masked_requests import generate, params_of, prompts_of
 from tests.engine.test_masked import blocks_decided_alike
 from vllm_dllm import plugin
@@ -157,10 +150,7 @@ PUBLISHED = {
         LLADA2 | SMALL_EXPERTS, 32, 156895, Rule(threshold=0.95)
     ),
     "inclusionAI/LLaDA2.2-mini": Layout(
-        LLADA22 | SMALL_EXPERTS | {"expert_capacity": 6},
-        32,
-        156895,
-        Rule(threshold=0.5, edit=0.0),
+        LLADA22 | SMALL_EXPERTS | {"expert_capacity": 6}, 32, 156895, Rule(threshold=0.5, edit=0.0)
     ),
 }
 

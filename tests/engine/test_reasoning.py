@@ -12,8 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.engine.conftest import Engine, GetEngine
 from tests.engine.one_step import random_ids
-from tests.unit.grammar.canvases import EOS, SCHEMAS
-from tests.unit.grammar.special_tokens import THOUGHT_ENDS, add_tokens
+from tests.unit.grammar.canvases import EOS, SCHEMAS, THOUGHT_ENDS, add_tokens
 
 ORDER = SCHEMAS["order"]
 C = 32

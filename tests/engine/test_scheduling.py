@@ -160,10 +160,7 @@ def undisturbed(engine: GetEngine, tiny: GetTiny) -> Undisturbed:
     ],
 )
 def test_tokens_are_those_of_an_undisturbed_run(
-    engine: GetEngine,
-    tiny: GetTiny,
-    undisturbed: Undisturbed,
-    options: dict[str, Any],
+    engine: GetEngine, tiny: GetTiny, undisturbed: Undisturbed, options: dict[str, Any]
 ) -> None:
     served = engine(tiny(64), settings=FITTED, disable_log_stats=False, **options)
     assert_undisturbed(answers_of(served), undisturbed)
@@ -173,10 +170,7 @@ def test_tokens_are_those_of_an_undisturbed_run(
 
 
 def test_asynchronous_scheduling(
-    engine: GetEngine,
-    tiny: GetTiny,
-    undisturbed: Undisturbed,
-    asynchronous: None,
+    engine: GetEngine, tiny: GetTiny, undisturbed: Undisturbed, asynchronous: None
 ) -> None:
     served = engine(tiny(64), settings=FITTED, async_scheduling=True)
     assert isinstance(served.scheduler, CanvasAsyncScheduler)

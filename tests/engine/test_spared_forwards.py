@@ -100,10 +100,7 @@ def test_a_stop_that_cannot_be_foreseen_is_not_committed(
     token = next(t for t in token_ids[CANVAS:] if t not in token_ids[:CANVAS])
     unused = [t for t in range(512) if t not in token_ids]
     many = SamplingParams(
-        max_tokens=3 * CANVAS,
-        seed=0,
-        stop_token_ids=[token, *unused][:20],
-        extra_args=FEW_STEPS,
+        max_tokens=3 * CANVAS, seed=0, stop_token_ids=[token, *unused][:20], extra_args=FEW_STEPS
     )
     before = served.llm.collective_rpc("num_forwards")[0]
     stopped = tokens_of(*served.ask([prompt], many))

@@ -116,8 +116,7 @@ def noise_parts(
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "every"),
-    [(25, 18), (50, 9), pytest.param(200, 2, marks=pytest.mark.thorough)],
+    ("num_blocks", "every"), [(25, 18), (50, 9), pytest.param(200, 2, marks=pytest.mark.thorough)]
 )
 def test_trained_checkpoint(engine: GetEngine, num_blocks: int, every: int) -> None:
     """At least so many converge on their own, some of them the second of their answer. Compiling

@@ -18,14 +18,7 @@ from tests.faults.answers import Broken, check
 from tests.faults.drawn_images import made
 from tests.faults.drawn_requests import DrawnRequest, Model, requests
 from tests.pictures import data_url
-from tests.server.conftest import (
-    CANVAS,
-    CHECKPOINT,
-    MAX_MODEL_LEN,
-    UNCOMPILED,
-    start_serving,
-    stop,
-)
+from tests.server.conftest import CANVAS, CHECKPOINT, MAX_MODEL_LEN, UNCOMPILED, start_serving, stop
 from tests.server.process_trees import peak_memory
 from tests.server.test_drafter import DRAFTER as DRAFTER_CHECKPOINT
 from tests.server.test_drafter import TARGET, options

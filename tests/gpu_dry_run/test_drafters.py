@@ -112,10 +112,7 @@ def propose(speculator: WidthDFlashSpeculator, is_prefill: bool = False) -> None
     ids=["fixed", "of its own each", "some", "none"],
 )
 def test_drafting_waits_for_nothing(
-    speculator: WidthDFlashSpeculator,
-    cuda: FakeCuda,
-    widths: tuple[int, ...],
-    is_prefill: bool,
+    speculator: WidthDFlashSpeculator, cuda: FakeCuda, widths: tuple[int, ...], is_prefill: bool
 ) -> None:
     speculator._widths = dict(zip(REQUESTS, widths, strict=True))
     for _ in range(3):

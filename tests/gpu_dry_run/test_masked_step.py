@@ -2,18 +2,15 @@
 drafts have grammars. Steps that verify drafts launch no more than they did."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.gpu.sample.states import SamplingStates
-from vllm.v1.worker.gpu.states import RequestState
 
 from tests.gpu_dry_run.fake_cuda import CUDA, FakeCuda
-from tests.gpu_dry_run.test_step import PROMPT, C, H, R, config, input_batch
+from tests.gpu_dry_run.test_step import PROMPT, C, H, config, input_batch, place
 from tests.unit.step.batches import Model
 from tests.unit.step.worker import params
 from vllm_dllm.config.architectures import FAMILIES
@@ -47,26 +44,17 @@ class Server:
         self, joins_commits: bool, architecture: str = NEMOTRON, runs_fa4: bool = False
     ) -> None:
         self.joins_commits, self.family = joins_commits, FAMILIES[architecture]
-        self.req_states = RequestState(R, 512, 4096, C, V, CUDA)
-        stock = SimpleNamespace(
-            req_states=self.req_states,
-            sampling_states=SamplingStates(R, V),
-            logprobs_mode="raw_logprobs",
-        )
-        state_cls = state_class(self.family)
-        state = state_cls.__new__(state_cls)
-        state.vllm_config, state.device = config(vocab_size=V, architecture=architecture), CUDA
-        spans = torch.zeros(4096, 2, dtype=torch.int32, device=CUDA)
-        state._block_spans = spans if runs_fa4 else None  # of those whose blocks see themselves
+        vllm_config = config(vocab_size=V, architecture=architecture)
         if architecture == SDAR:  # a block and its copy are a canvas
-            state.vllm_config.additional_config = {"vllm_dllm": {"blocks_in_flight": 2}}
-        state.model_config = state.vllm_config.model_config
-        state.model = Model(torch.empty(V, H, device=CUDA))
-        state.model.streams_vocabulary = False
-        state.max_num_tokens, state.max_num_reqs, state._latest_metadata = 4096, R, None
-        state._causal = torch.zeros(2 * R, dtype=torch.int32, device=CUDA)
-        state._symmetric = torch.zeros_like(state._causal)
-        self.state, (self.sampler, _) = state, state.custom_sampler(stock)
+            vllm_config.additional_config = {"vllm_dllm": {"blocks_in_flight": 2}}
+        model = Model(torch.empty(V, H, device=CUDA))
+        model.streams_vocabulary = False
+        state_cls = state_class(self.family)
+        self.state = state_cls.__new__(state_cls)
+        # Of those whose blocks see themselves.
+        spans = torch.zeros(4096, 2, dtype=torch.int32, device=CUDA)
+        self.state._block_spans = spans if runs_fa4 else None
+        self.sampler, self.req_states = place(self.state, vllm_config, model)
         self.widths: dict[str, int] = {}
 
     def admit(self, req_id: str, mode: str, **asked: Any) -> None:
@@ -101,11 +89,7 @@ class Server:
     ],
 )
 def test_nobody_waits(
-    cuda: FakeCuda,
-    architecture: str,
-    modes: tuple[str, ...],
-    runs_fa4: bool,
-    joins_commits: bool,
+    cuda: FakeCuda, architecture: str, modes: tuple[str, ...], runs_fa4: bool, joins_commits: bool
 ) -> None:
     server = Server(joins_commits, architecture, runs_fa4)
     cuda.forget()

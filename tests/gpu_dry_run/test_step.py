@@ -125,29 +125,35 @@ def start(
     model.config.hidden_size = H
     model.embed_input_ids = lambda ids: torch.empty(len(ids), H, dtype=dtype, device=CUDA)
     model.self_conditioning = self_conditioning(dtype)
-    max_num_reqs = R
-    req_states = RequestState(max_num_reqs, 512, 4096, C, vocab_size, CUDA)
-    sampling_states = SamplingStates(max_num_reqs, vocab_size)
-    stock = SimpleNamespace(
-        req_states=req_states, sampling_states=sampling_states, logprobs_mode="raw_logprobs"
-    )
+    vllm_config = config(dtype, vocab_size=vocab_size, settings=settings)
     state = DiffusionModelState.__new__(DiffusionModelState)
-    state.vllm_config = config(dtype, vocab_size=vocab_size, settings=settings)
-    state.model, state.device = model, CUDA
-    state.model_config = state.vllm_config.model_config
-    state.max_num_tokens, state.max_num_reqs = 4096, max_num_reqs
-    state.dtype = dtype
-    state._latest_metadata = None
-    state._causal = torch.zeros(2 * max_num_reqs, dtype=torch.int32, device=CUDA)
-    state._symmetric = torch.zeros_like(state._causal)
     state._inputs_embeds = torch.zeros(4096, H, dtype=dtype, device=CUDA)
-    sampler, _ = state.custom_sampler(stock)
+    sampler, req_states = place(state, vllm_config, model)
     made = Server(state, sampler, req_states)
     made.admit("plain")
     made.step()
     made.leave()
     cuda.forget()
     return made
+
+
+def place(
+    state: DiffusionModelState, vllm_config: Any, model: Model
+) -> tuple[DiffusionSampler, RequestState]:
+    """Gives a state, its sampler and its requests to a model, as vLLM's runner does on a GPU."""
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    req_states = RequestState(R, 512, 4096, C, vocab_size, CUDA)
+    state.vllm_config, state.model_config = vllm_config, vllm_config.model_config
+    state.model, state.device, state.dtype = model, CUDA, vllm_config.model_config.dtype
+    state.max_num_tokens, state.max_num_reqs, state._latest_metadata = 4096, R, None
+    state._causal = torch.zeros(2 * R, dtype=torch.int32, device=CUDA)
+    state._symmetric = torch.zeros_like(state._causal)
+    stock = SimpleNamespace(
+        req_states=req_states,
+        sampling_states=SamplingStates(R, vocab_size),
+        logprobs_mode="raw_logprobs",
+    )
+    return state.custom_sampler(stock)[0], req_states
 
 
 def self_conditioning(dtype: torch.dtype) -> Any:

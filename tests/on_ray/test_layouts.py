@@ -37,10 +37,7 @@ def cluster() -> Iterator[str]:
         import ray  # reads how it authenticates when it is imported
 
         running = ray.init(
-            num_cpus=4,
-            num_gpus=2,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
+            num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20
         )
         patch.setenv("RAY_ADDRESS", running.address_info["gcs_address"])
         yield running.address_info["gcs_address"]
@@ -53,10 +50,7 @@ def answers(port: int) -> list[str]:
     found = []
     for number, prompt in enumerate(PROMPTS):
         answer = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": prompt}],
-            seed=number,
-            max_tokens=128,
+            model=model, messages=[{"role": "user", "content": prompt}], seed=number, max_tokens=128
         )
         found.append(str(answer.choices[0].message.content))
     return found

@@ -53,10 +53,7 @@ class Server:
     @property
     def client(self) -> OpenAI:
         return OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1",
-            api_key=KEY,
-            timeout=HANGS_S,
-            max_retries=0,
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, timeout=HANGS_S, max_retries=0
         )
 
     def chat(self, content: Any, **options: Any) -> Any:

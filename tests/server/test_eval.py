@@ -38,9 +38,7 @@ def test_a_masked_checkpoint(tmp_path: Path) -> None:
     "checkpoints", [[NVFP4], pytest.param([FP8, NVFP4], marks=pytest.mark.thorough)], ids=len
 )
 def test_quantised_checkpoints(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    checkpoints: list[Path],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoints: list[Path]
 ) -> None:
     """Through the harness, and in the same servers chat and a stream of a client."""
     asked: list[str] = []

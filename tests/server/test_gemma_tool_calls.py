@@ -13,7 +13,7 @@ from openai import BadRequestError
 from bench.calls import calls_of, streamed_calls
 from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests.server.conftest import UNCOMPILED, Server, serving
-from tests.unit.grammar.special_tokens import add_tokens
+from tests.unit.grammar.canvases import add_tokens
 
 PARSERS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "gemma4_strict"),

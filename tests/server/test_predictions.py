@@ -17,9 +17,7 @@ def details(usage: Any) -> tuple[int, int]:
 
 def test_a_chat(server: Server) -> None:
     options: dict[str, Any] = dict(
-        temperature=0,
-        max_tokens=32,
-        prediction={"type": "content", "content": EXPECTED},
+        temperature=0, max_tokens=32, prediction={"type": "content", "content": EXPECTED}
     )
     whole = server.chat(QUESTION, **options)
     assert whole.choices[0].message.content == "lamp chair rose"

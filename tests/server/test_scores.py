@@ -14,7 +14,7 @@ from checkpoints.recipes.tiny import make_tiny_checkpoint
 from tests import tolerances
 from tests.engine import reference
 from tests.server.conftest import UNCOMPILED, Server, serving
-from tests.unit.grammar.special_tokens import CHANNEL_BEGINS, CHANNEL_ENDS, add_tokens
+from tests.unit.grammar.canvases import CHANNEL_BEGINS, CHANNEL_ENDS, add_tokens
 
 YES, NO = 505, 506
 STATE = "Everything is down, demo at noon."

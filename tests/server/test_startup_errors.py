@@ -108,11 +108,6 @@ CASES: dict[str, tuple[Damage | None, list[str], str]] = {
         ["--diffusion-config", '{"canvas_length": 32, "max_denoising_steps": 1000000000000000000}'],
         "max_denoising_steps must be an integer >= 1 and <= 1048576, got 1000000000000000000",
     ),
-    "token-budget": (
-        None,
-        ["--max-num-batched-tokens", "16"],
-        "max_num_batched_tokens must be at least the canvas length, 32 tokens, got 16",
-    ),
     "extension-config-key": (
         None,
         of_ours(window="symmetric"),
@@ -122,11 +117,6 @@ CASES: dict[str, tuple[Damage | None, list[str], str]] = {
         None,
         of_ours(trace_path="/nowhere/trace.jsonl"),
         "trace_path must be a file that can be written, got '/nowhere/trace.jsonl': No such file",
-    ),
-    "pipeline-parallel": (
-        None,
-        ["--pipeline-parallel-size", "2"],
-        "pipeline_parallel_size must be 1 for a diffusion model, got 2",
     ),
 }
 
@@ -148,11 +138,7 @@ def test_start_ends_with_a_clear_error(complaint: Complaint, broken: Path, name:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("extension-config-key", marks=pytest.mark.thorough),
-        "missing-weight",
-    ],
+    "name", [pytest.param("extension-config-key", marks=pytest.mark.thorough), "missing-weight"]
 )
 def test_a_server_says_it_last(broken: Path, tmp_path: Path, name: str) -> None:
     """What was found in the process that the user started, and in that of the model."""

@@ -57,10 +57,7 @@ def test_completions(server: Server) -> None:
 
 def test_responses(server: Server) -> None:
     answer = server.client.responses.parse(
-        model=server.model,
-        input=KNOWN,
-        max_output_tokens=64,
-        text_format=Person,
+        model=server.model, input=KNOWN, max_output_tokens=64, text_format=Person
     )
     assert answer.output_parsed == Person(name="Nora", age=31)
 

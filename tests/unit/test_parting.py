@@ -7,13 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.engine.parting import (
-    Decisions,
-    Grounds,
-    Settings,
-    first_parting,
-    is_decided_by_rounding,
-)
+from tests.engine.parting import Decisions, Grounds, Settings, first_parting, is_decided_by_rounding
 from tests.features import TRIED
 from tests.paths import ROOT
 

@@ -1,8 +1,7 @@
-"""Images in Triton: which tiles are visited, and that spans matter. Visibility and numbers are in
-`test_triton.py`, some of whose batches have images."""
+"""Images in Triton: which tiles are visited. Visibility and numbers are in `test_triton.py`, where
+some batches have images."""
 
 import sys
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,12 +11,10 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_kernels.api import attention
 from attention_kernels.interpreter import interpret_kernels
 from attention_kernels.masks import visible, visible_range
-from attention_kernels.testing import Request, allowed
+from attention_kernels.testing import Request
 from attention_kernels.tiling import images, key_range, with_images
-from tests.unit.attention_kernels.batches import small_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("here")]
@@ -86,23 +83,3 @@ def test_visits_all_keys_that_are_seen_and_no_tile_without_one(
         query_pos[0], query_pos[-1], context_len, seq_len, 1, window_left, spans=own
     )
     assert [int(bound) for bound in by_definition] == [start, end]
-
-
-def test_images_that_are_read_causally_are_wrong() -> None:
-    """As stock vLLM reads them, and as they are in a batch that is said to have none."""
-    batch = small_batch([Request(40, 10, causal=True, images=((15, 30),)), Request(8, 20)])
-    right = allowed(batch, scale=0.3)
-    right.check(attention(**batch.to(DEVICE).arguments(), scale=0.3).cpu())
-    without = replace(batch, spans=None)
-    output = attention(**without.to(DEVICE).arguments(), scale=0.3).cpu()
-    right.check(output, slice(0, 5))
-    right.check(output, slice(19, None))  # the image's last row sees no more than a causal one
-    with pytest.raises(AssertionError, match="rounding allows"):
-        right.check(output, slice(5, 19))
-
-
-def test_no_span_is_as_no_spans() -> None:
-    batch = small_batch([Request(40, 10, causal=True), Request(8, 20)]).to(DEVICE)
-    of_none = replace(batch, spans=torch.zeros_like(batch.query[:, 0, :2], dtype=torch.int32))
-    plain, spanned = (attention(**b.arguments(), scale=0.3) for b in (batch, of_none))
-    assert torch.equal(plain, spanned)

@@ -29,11 +29,7 @@ def is_any(capability: tuple[int, int], element_size: int, cache_element_size: i
     has_fp8_cache=st.booleans(),
 )
 def test_tiles_fit_and_nobody_repeats_work(
-    capability: tuple[int, int],
-    head_size: int,
-    group: int,
-    element_size: int,
-    has_fp8_cache: bool,
+    capability: tuple[int, int], head_size: int, group: int, element_size: int, has_fp8_cache: bool
 ) -> None:
     cache_element_size = 1 if has_fp8_cache else element_size
     if not is_any(capability, element_size, cache_element_size):
@@ -58,9 +54,7 @@ def test_tiles_fit_and_nobody_repeats_work(
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_head_more_in_the_group_changes_no_tile_but_its_own(
-    capability: tuple[int, int],
-) -> None:
+def test_a_head_more_in_the_group_changes_no_tile_but_its_own(capability: tuple[int, int]) -> None:
     """A tile holds heads of a group, padded to a power of two, as many as it has rows."""
     tiles = [Tiles.choose(256, group, 2, 2, capability) for group in (3, 4)]
     assert tiles[0] == tiles[1]

@@ -147,11 +147,7 @@ def test_softcap() -> None:
 
 @pytest.mark.parametrize(
     "num_splits",
-    [
-        2,
-        pytest.param(3, marks=pytest.mark.thorough),
-        pytest.param(7, marks=pytest.mark.thorough),
-    ],
+    [2, pytest.param(3, marks=pytest.mark.thorough), pytest.param(7, marks=pytest.mark.thorough)],
 )
 def test_split_keys(
     triton_version: ModuleType, monkeypatch: pytest.MonkeyPatch, num_splits: int

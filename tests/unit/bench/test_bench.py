@@ -26,12 +26,7 @@ from vllm_dllm.tools.drafter.sequences import complete
 
 
 def test_spread() -> None:
-    assert harness.spread([3.0, 1.0, 10.0]) == {
-        "median": 3.0,
-        "min": 1.0,
-        "max": 10.0,
-        "rounds": 3,
-    }
+    assert harness.spread([3.0, 1.0, 10.0]) == {"median": 3.0, "min": 1.0, "max": 10.0, "rounds": 3}
     assert harness.spread([1.0, 2.0])["median"] == 1.5
     with pytest.raises(ValueError, match="at least one"):
         harness.spread([])

@@ -32,13 +32,7 @@ from scripts.vllm_seams import (
 )
 from tests.patched import patched
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import (
-    CALL,
-    CHANNEL_BEGINS,
-    CHANNEL_ENDS,
-    THOUGHT_ENDS,
-    add_tokens,
-)
+from tests.unit.grammar.canvases import CALL, CHANNEL_BEGINS, CHANNEL_ENDS, THOUGHT_ENDS, add_tokens
 from vllm_dllm.compat import ending, version
 from vllm_dllm.compat.parsers import find_reasoning_ends, make_reasoning_parser
 from vllm_dllm.cpu.compat import runner
@@ -152,11 +146,7 @@ def test_drafts_are_verified_natively_unless_fly_may_accept_them(
         monkeypatch.setattr(rejection_sampler, "rejection_sample", lambda *args, **kwargs: kwargs)
         runner.replace_rejection_sample(lambda *args: args)
         verify = rejection_sampler.rejection_sample
-    fly = {
-        "fly_window_size": window,
-        "fly_entropy_threshold": 0.3,
-        "fly_entropy_top_k": 3,
-    }
+    fly = {"fly_window_size": window, "fly_entropy_threshold": 0.3, "fly_entropy_top_k": 3}
     answer = verify("logits", None, use_fp64=True, **fly)
     assert answer == (("logits", True) if window == 0 else {"use_fp64": True, **fly})
 

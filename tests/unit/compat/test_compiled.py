@@ -24,11 +24,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from tests import tolerances
 from vllm_dllm.compat import concurrent_experts, row_reductions
-from vllm_dllm.compat.concurrent_experts import (
-    IN_ORDER,
-    ConcurrentLayer,
-    run_experts_beside_mlp,
-)
+from vllm_dllm.compat.concurrent_experts import IN_ORDER, ConcurrentLayer, run_experts_beside_mlp
 from vllm_dllm.compat.row_reductions import SETTING, RowsInRegisters, read_rows_once
 
 HIDDEN, EXPERTS, TOKENS = 32, 4, 7
@@ -51,9 +47,7 @@ class LateExperts:
         def later(rows: torch.Tensor, router_rows: torch.Tensor, *others: None) -> torch.Tensor:
             assert self.announced == self.awaited + 1
             result = torch.full_like(rows, float("nan"))
-            self.begun.append(
-                lambda: result.copy_(run(rows, project(router_rows)[0], *others)),
-            )
+            self.begun.append(lambda: result.copy_(run(rows, project(router_rows)[0], *others)))
             return result
 
         return later

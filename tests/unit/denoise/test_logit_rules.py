@@ -7,7 +7,7 @@ import torch
 
 from tests import tolerances
 from vllm_dllm.denoise.bad_words import BadWords
-from vllm_dllm.denoise.impossible import MASKED_LOGIT, TRUNCATED_LOGIT
+from vllm_dllm.denoise.impossible import TRUNCATED_LOGIT
 from vllm_dllm.denoise.logit_rules import CanvasRules, LogitRules, Penalties, exclude_below_min_p_
 from vllm_dllm.denoise.rules import NO_TOKEN
 
@@ -20,31 +20,6 @@ GUESS = torch.tensor([3, 7, 3, 3, 5, 7])
 
 def random_logits() -> torch.Tensor:
     return torch.randn(C, V, generator=torch.Generator().manual_seed(0))
-
-
-def applied(rules: LogitRules, guess: torch.Tensor = GUESS) -> torch.Tensor:
-    logits = random_logits()
-    rules.apply_(logits, 0, START, guess)
-    return logits
-
-
-def test_bias_and_allowed_tokens() -> None:
-    excluded = torch.ones(V, dtype=torch.bool).index_fill_(0, torch.tensor([2, 5]), False)
-    bias = torch.zeros(V).index_fill_(0, torch.tensor([5]), 1.5)
-    logits = applied(LogitRules(bias=bias, excluded=excluded))
-    expected = random_logits()
-    assert torch.equal(logits[:, 2], expected[:, 2])
-    assert torch.equal(logits[:, 5], expected[:, 5] + 1.5)
-    others = [t for t in range(V) if t not in (2, 5)]
-    assert (logits[:, others] == MASKED_LOGIT).all()
-    assert logits.softmax(-1)[:, others].sum() == 0
-
-
-def test_stop_tokens_wait_for_their_position() -> None:
-    logits = applied(LogitRules(early_stops=torch.tensor([1, 4]), stops_from=43))
-    expected = random_logits()
-    expected[:3, [1, 4]] = MASKED_LOGIT  # positions 40, 41, 42
-    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("rows", [slice(0, C), slice(2, 5)])
@@ -91,29 +66,6 @@ def test_emitted_blocks_are_counted() -> None:
     penalties.counts.zero_()
     penalties.count_tokens_(block, torch.ones(4, dtype=torch.bool))
     assert penalties.counts.tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
-
-
-def spell(tokens: list[int]) -> torch.Tensor:
-    """Logits whose best guess is `tokens`; the next best is the token after, and so on."""
-    distance = (torch.arange(V) - torch.tensor(tokens)[:, None]) % V
-    return -distance.float()
-
-
-def bad_words(logits: torch.Tensor, words: list[list[int]], before: list[int]) -> list[int]:
-    found = BadWords(words).exclude_(logits, before, [NO_TOKEN] * len(logits))
-    assert found == [*before, *logits.argmax(-1).tolist()]
-    return found[len(before) :]
-
-
-def test_bad_words_of_several_tokens() -> None:
-    words = [[3, 4], [5, 5, 6]]
-    before = [NO_TOKEN, 1]
-    guess = bad_words(spell([3, 4, 5, 5, 6, 2]), words, before)
-    assert guess == [3, 5, 5, 5, 7, 2]
-    # Across the block boundary, and not in the prompt, whose tokens are NO_TOKEN.
-    assert bad_words(spell([6, 0, 0, 0, 0, 0]), words, [5, 5]) == [7, 0, 0, 0, 0, 0]
-    assert bad_words(spell([4, 0, 0, 0, 0, 0]), words, [1, 3]) == [5, 0, 0, 0, 0, 0]
-    assert bad_words(spell([4, 0, 0, 0, 0, 0]), words, before) == [4, 0, 0, 0, 0, 0]
 
 
 def test_rows_that_foretell_go_by_the_tokens_before_them() -> None:

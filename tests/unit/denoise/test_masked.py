@@ -97,20 +97,6 @@ def test_shares_are_even(num_steps: int, shares: list[int]) -> None:
     assert even_share(steps, torch.full_like(steps, num_steps), C).tolist() == shares
 
 
-@pytest.mark.parametrize("rule", ["dynamic", "static", "sequential", "entropy"])
-def test_a_canvas_is_done_in_its_steps(rule: str) -> None:
-    """Also one that has fewer hidden positions than the schedule asks for."""
-    generator = torch.Generator().manual_seed(0)
-    for length, num_steps in itertools.product((1, 5, C), (1, 3, C)):
-        hidden = torch.arange(C)[None] >= C - length
-        for step in range(num_steps if rule != "entropy" else C):
-            uniform = torch.rand(2, 1, C, generator=generator)
-            candidates = Candidates(torch.zeros(1, C, dtype=torch.int64), *uniform)
-            least = int(even_share(torch.tensor([step]), torch.tensor([num_steps]), C))
-            hidden &= ~reveal_candidates(candidates, hidden, rules_of(rule, least, 0.9, 0.5))
-        assert not hidden.any()
-
-
 def test_edits_until_nothing_changes() -> None:
     """Canvases: one that does not edit, one with a mask, one that changes, one that is at its last
     step, one that does not change."""

@@ -19,7 +19,6 @@ from vllm_dllm.denoise.rules import (
     NO_TOKEN,
     Reveal,
     accept_by_entropy_bound,
-    accept_forced_positions,
     is_confident,
     reveal_best_guesses,
     times_repeated,
@@ -68,12 +67,6 @@ def test_temperature_is_the_reference_schedule(num_steps: int) -> None:
         remaining = torch.tensor(num_steps - steps_done, dtype=torch.int32)
         ours = temperature(torch.tensor([steps_done]), torch.tensor([num_steps]), 0.4, 0.8 - 0.4)
         assert torch.equal(logits / ours, reference(None, logits, cur_step=remaining))
-
-
-def test_capped_schedule_ends_where_the_reference_with_that_many_steps_ends() -> None:
-    # Stock vLLM keeps the schedule of 48 steps, and ends a cap of 16 at 0.675.
-    last = temperature(torch.tensor([15]), torch.tensor([16]), 0.4, 0.8 - 0.4)
-    torch.testing.assert_close(last.squeeze(), torch.tensor(0.425), **tolerances.short_formula())
 
 
 @pytest.mark.parametrize("bound", [1e-6, 0.1, 1.0, 50.0])
@@ -272,16 +265,6 @@ def not_repeated(
     return CanvasState(best_guess, zeros, zeros + steps_done, zeros + num_steps)
 
 
-def test_waiting_for_the_answer_only() -> None:
-    """What follows the first stop token may change, and be unsure, without holding a canvas up."""
-    stats = guessing([5, 9, 7, 8], [0.0, 0.0, 3.0, 3.0], 2)
-    state = not_repeated(torch.tensor([[5, 9, 1, 2]] * 2), steps_done=1)
-    rules = StepRules(0.1, 0.005, 1)
-    chosen = AnswerOnly(torch.tensor([True, False]), torch.tensor([[9], [9]]))
-    outcome = denoise_step(stats, None, state, torch.zeros(2, 4).long(), rules, None, chosen)
-    assert outcome.finished.tolist() == [True, False]
-
-
 def test_an_answer_is_finished_with_its_whole_canvas() -> None:
     """As without `AnswerOnly`, where the mean over the answer alone is above the threshold."""
     stats = guessing([5, 9, 7, 8], [0.008, 0.008, 0.0, 0.0])
@@ -291,14 +274,6 @@ def test_an_answer_is_finished_with_its_whole_canvas() -> None:
         state = not_repeated(torch.tensor([guess]), steps_done=1)
         outcome = denoise_step(stats, None, state, noise, rules, None, chosen)
         assert outcome.finished.tolist() == [is_finished]
-
-
-def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
-    accepted = torch.tensor([[False, False, True, False, False, False]])
-    forced = torch.tensor([[True, False, False, True, True, False]])
-    followed = accept_forced_positions(accepted, forced)
-    assert followed.int().tolist() == [[1, 0, 1, 1, 1, 0]]
-    assert accept_forced_positions(torch.zeros(1, 3).bool(), torch.ones(1, 3).bool()).all()
 
 
 def test_what_is_forced_is_no_sign_of_certainty() -> None:

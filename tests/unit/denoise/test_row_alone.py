@@ -170,19 +170,6 @@ def test_tokens_cover_the_vocabulary() -> None:
     assert sorted(tokens.unique().tolist()) == list(range(100))
 
 
-def test_step_noise_is_the_three_streams() -> None:
-    keys, steps = noise.keys_from_seeds(torch.tensor([3, -9])), torch.tensor([0, 7])
-    starts, lengths = torch.tensor([1000, 17]), torch.tensor([256, 90])
-    drawn = noise.step_noise(keys, starts, lengths, steps, 256, 100)
-    here = POSITIONS + starts[:, None]
-    following = here + lengths[:, None]
-    assert torch.equal(drawn.candidate, noise.uniform(keys, here, steps, noise.CANDIDATE))
-    renoise = noise.uniform_tokens(keys, here, steps, noise.RENOISE, 100)
-    assert torch.equal(drawn.renoise, renoise)
-    first = noise.uniform_tokens(keys, following, torch.zeros(2), noise.INITIAL, 100)
-    assert torch.equal(drawn.next_canvas, first)
-
-
 SEEDS = (3, -9, 2**63 - 1, 0)
 
 
@@ -216,9 +203,7 @@ def test_draws(fused: ModuleType, canvas_length: int, vocab_size: int) -> None:
     keys, done, most = numbers[slots].unbind(dim=-1)
     expected = temperature(done, most, *schedule[slots].unbind(dim=-1))
     torch.testing.assert_close(
-        drawn.temperature,
-        expected[:, None].expand(-1, canvas_length),
-        **tolerances.short_formula(),
+        drawn.temperature, expected[:, None].expand(-1, canvas_length), **tolerances.short_formula()
     )
     assert drawn.starts.equal(starts)
     of_step = noise.step_noise(keys, starts, lengths, done, canvas_length, vocab_size)

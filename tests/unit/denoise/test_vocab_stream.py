@@ -12,13 +12,7 @@ from tests import tolerances
 from vllm_dllm.denoise import expected_embedding_triton, vocab_stream_triton
 from vllm_dllm.denoise.expected_embedding import add_needed_
 from vllm_dllm.denoise.row_stats import RowStats, row_stats
-from vllm_dllm.denoise.vocab_stream import (
-    _STAGE_BITS,
-    BLOCK,
-    VocabBlocks,
-    join_blocks,
-    read_blocks,
-)
+from vllm_dllm.denoise.vocab_stream import _STAGE_BITS, BLOCK, VocabBlocks, join_blocks, read_blocks
 
 pytestmark = pytest.mark.numerics
 

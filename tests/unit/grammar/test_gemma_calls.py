@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from llguidance import grammar_from
 
 from tests.gemma_answers import read_whole_answer
-from tests.unit.grammar.canvases import answer
-from tests.unit.grammar.special_tokens import decode, encode, grammars
+from tests.unit.grammar.canvases import answer, decode, encode, grammars
 from tests.unit.grammar.test_reasoning import found_for
 from tests.unit.requests.test_gemma_tool_parser import TEXT, call
 from vllm_dllm.grammar.completion import find_shortest_completion

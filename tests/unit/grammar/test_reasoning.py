@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, grammar_from
 
-from tests.unit.grammar.canvases import EOS, SCHEMAS, V, answer, normalised, rows_of
-from tests.unit.grammar.special_tokens import (
+from tests.unit.grammar.canvases import (
     CALL,
     CHANNEL_BEGINS,
     CHANNEL_ENDS,
+    EOS,
+    SCHEMAS,
     THOUGHT_ENDS,
+    V,
+    answer,
     decode,
     encode,
     grammars,
+    normalised,
+    rows_of,
 )
 from vllm_dllm.grammar.canvas import (
     ConstrainedCanvas,

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import add_tokens
+from tests.unit.grammar.canvases import add_tokens
 from vllm_dllm.requests import limits
 
 

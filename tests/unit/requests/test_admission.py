@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.unit.requests.served_model import (
@@ -31,13 +27,7 @@ from vllm_dllm.config.extension import RequestLimits
 from vllm_dllm.requests import admission
 from vllm_dllm.requests.admission import admit, admit_target
 from vllm_dllm.requests.limits import begin_http_request
-from vllm_dllm.requests.options import (
-    KEYS,
-    OPTIONS_KEY,
-    RequestOptions,
-    load_option,
-    load_options,
-)
+from vllm_dllm.requests.options import KEYS, OPTIONS_KEY, RequestOptions, load_option, load_options
 
 CANVAS = [7] * C
 REPETITIONS = RepetitionDetectionParams(max_pattern_size=10**6, min_count=2)
@@ -84,6 +74,7 @@ def test_a_prompt_that_sees_itself_has_no_log_probabilities(asked: dict[str, Any
     error = refusal({}, served(family=SDAR), **asked)
     assert str(error).startswith(f"{name} is not possible with a masked model")
     assert error.parameter == name
+    assert options({}, served(family=NEMOTRON), prompt_logprobs=1), "whose prompts are causal"
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
@@ -120,12 +111,6 @@ def test_a_constrained_request_names_its_choices_once() -> None:
     assert options(given, logprob_token_ids=ids).constrained
     refused = refusal(given, logprob_token_ids=ids, allowed_token_ids=ids)
     assert "got allowed_token_ids as well. Leave one" in str(refused)
-
-
-def test_no_prompt_log_probabilities_where_rows_see_their_block() -> None:
-    causal = FAMILIES["NemotronLabsDiffusionModel"]
-    assert options({}, served(family=causal), prompt_logprobs=1)
-    assert refusal({}, served(family=SDAR), prompt_logprobs=1).parameter == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("token", [-1, V])

@@ -27,7 +27,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from tests.gemma_answers import read_whole_answer
 from tests.patched import patched
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.special_tokens import IDS
+from tests.unit.grammar.canvases import IDS
 from vllm_dllm.compat.parsers import show_prompts_to_parsers
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
 from vllm_dllm.requests.gemma_reader import Call, GemmaReader, overlap_length
@@ -263,14 +263,7 @@ class Seen:
 
 
 def request(**options: Any) -> ChatCompletionRequest:
-    messages = [{"role": "user", "content": "Hi"}]
-    asked = {
-        "messages": messages,
-        "model": "m",
-        "tools": WALL_AND_MAP,
-        "skip_special_tokens": False,
-    }
-    return ChatCompletionRequest(**{**asked, **options})
+    return chat(**{"tools": WALL_AND_MAP, "skip_special_tokens": False, **options})
 
 
 @pytest.fixture(autouse=True)
@@ -324,10 +317,7 @@ def whole(parser: Any, text: str, asked: Any, prompt: Sequence[int] = PROMPT) ->
 
 
 def streamed(
-    parser: Any,
-    found: list[tuple[str, list[int]]],
-    asked: Any,
-    prompt: Sequence[int] = PROMPT,
+    parser: Any, found: list[tuple[str, list[int]]], asked: Any, prompt: Sequence[int] = PROMPT
 ) -> Seen:
     seen = Seen()
     for i, (text, ids) in enumerate(found):

@@ -196,10 +196,7 @@ def test_tokens_are_counted_of_parts_that_are_served(client: TestClient, case: s
 
 
 WITHOUT_XARGS: dict[str, dict[str, Any]] = {
-    "systemone": {
-        "state": {"diffusion_max_steps": 1},
-        "questions": {"steps": {"type": "noul"}},
-    },
+    "systemone": {"state": {"diffusion_max_steps": 1}, "questions": {"steps": {"type": "noul"}}},
     "scoring": {"query": "Is it?", "items": ["yes", "no"], "label_token_ids": [5, 6]},
     "tokens": {
         "token_ids": [5],
@@ -243,8 +240,7 @@ def test_what_belongs_together_is_left_to_admission() -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest],
+    "model", [AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest, ResponsesRequest]
 )
 def test_no_field_of_vllms_is_taken_for_ours(model: type[BaseModel]) -> None:
     for name in model.model_fields:

@@ -114,10 +114,7 @@ def defaults(**keys: Any) -> dict[str, Any]:
         (ours(self_conditioning_tolerance=1.0), "must be a number >= 0 and < 1, got 1.0"),
         (ours(self_conditioning_tolerance="0"), "must be a number >= 0 and < 1, got '0'"),
         (ours(self_conditioning_top_k=True), "top_k must be an integer >= 1 .*, got True"),
-        (
-            ours(self_conditioning_tolerance=0.1, self_conditioning_top_k=9),
-            "exclude each other",
-        ),
+        (ours(self_conditioning_tolerance=0.1, self_conditioning_top_k=9), "exclude each other"),
     ],
 )
 def test_unusable_settings(config: dict[str, Any], message: str) -> None:
@@ -173,10 +170,7 @@ def moved(**body: Any) -> Any:
 def test_openais_prediction() -> None:
     for content in ("AB", [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]):
         prediction, own = {"type": "content", "content": content}, {"diffusion_max_steps": 2}
-        assert moved(prediction=prediction, vllm_xargs=own) == {
-            **own,
-            "diffusion_prediction": "AB",
-        }
+        assert moved(prediction=prediction, vllm_xargs=own) == {**own, "diffusion_prediction": "AB"}
     assert moved() is moved(prediction=None) is None
     # Keys of another type are vLLM's to refuse.
     assert moved(prediction=prediction, vllm_xargs=[1]) == [1]
@@ -291,8 +285,7 @@ def test_agrees_with_the_scheduler() -> None:
     cases, expected = [], []
     for _ in range(300):
         params = SamplingParams(
-            max_tokens=draw(1, 30),
-            stop_token_ids=[draw(0, VOCABULARY) for _ in range(draw(0, 3))],
+            max_tokens=draw(1, 30), stop_token_ids=[draw(0, VOCABULARY) for _ in range(draw(0, 3))]
         )
         params._eos_token_id = draw(0, VOCABULARY) if draw(0, 2) else None
         prompt_len, generated, length = draw(1, 20), WIDTH * draw(0, 3), draw(1, WIDTH + 1)

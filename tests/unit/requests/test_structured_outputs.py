@@ -14,8 +14,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.paths import CHECKPOINTS
-from tests.unit.grammar.canvases import ENDLESS, SCHEMAS, start, tokenizer
-from tests.unit.grammar.special_tokens import THOUGHT_ENDS
+from tests.unit.grammar.canvases import ENDLESS, SCHEMAS, THOUGHT_ENDS, start, tokenizer
 from vllm_dllm.grammar.patterns import mend_patterns
 from vllm_dllm.requests import structured_outputs
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark

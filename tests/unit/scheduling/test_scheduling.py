@@ -16,11 +16,7 @@ from vllm_dllm.requests.options import OPTIONS_KEY, RequestOptions
 from vllm_dllm.scheduling.fair_share import REMEMBERED_STEPS, FairShare
 from vllm_dllm.scheduling.families import AlignedBlocks
 from vllm_dllm.scheduling.prompts import end_before_image
-from vllm_dllm.scheduling.scheduler import (
-    CanvasAsyncScheduler,
-    CanvasScheduler,
-    CanvasScheduling,
-)
+from vllm_dllm.scheduling.scheduler import CanvasAsyncScheduler, CanvasScheduler, CanvasScheduling
 
 
 @pytest.fixture

@@ -151,6 +151,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     # vLLM says so of DiffusionGemma when it has loaded the model, and not what to do.
     "adapters": ("configure", {"enable_lora": True}, r"--enable-lora is not .* Merge the adapter"),
+    "steps of less than a canvas": (
+        *("configure", {"max_num_batched_tokens": 16, "max_num_seqs": 4}),
+        "max_num_batched_tokens must be at least the canvas length, 32 tokens, got 16",
+    ),
     "a runner that pools": ("configure", {"runner": "pooling"}, NO_RUNNER),
     "a masked model's runner that pools": ("masked", {"runner": "pooling"}, NO_RUNNER),
     "embeddings": ("configure", {"convert": "embed"}, NO_RUNNER),

@@ -20,12 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.paths import CHECKPOINTS
 from vllm_dllm.compat import log_lines, startup
-from vllm_dllm.compat.log_lines import (
-    CLIENT,
-    ENGINE_GONE,
-    WRONG_CPU_WARNINGS,
-    WRONG_WARNINGS,
-)
+from vllm_dllm.compat.log_lines import CLIENT, ENGINE_GONE, WRONG_CPU_WARNINGS, WRONG_WARNINGS
 from vllm_dllm.config import canvas_feeds
 from vllm_dllm.config.workers import DRAFT_SCHEDULER, DRAFT_WORKER, STOCK_GPU_WORKER
 from vllm_dllm.startup import hooks, last_line

@@ -125,10 +125,7 @@ def test_an_error_that_pydantic_wraps(tmp_path: Path) -> None:
     [
         ("RuntimeError(ENGINE_FAILED)", "Error: head_size must be 64, got 65"),
         ("ValueError('no such folder')", "Error: no such folder"),
-        (
-            "KeyError('layers')",
-            "Error: KeyError: 'layers'. VLLM_LOGGING_LEVEL=INFO shows where.",
-        ),
+        ("KeyError('layers')", "Error: KeyError: 'layers'. VLLM_LOGGING_LEVEL=INFO shows where."),
         ("KeyError('There is no\\nparser nope.')", "Error: There is no parser nope."),
         ("TypeError('Error: --a requires --b')", "Error: --a requires --b"),
         (

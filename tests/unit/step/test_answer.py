@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from llguidance import grammar_from
 
-from tests.unit.grammar.canvases import (
-    EOS,
-    SCHEMAS,
-    noise,
-    of_schema,
-    rows_of,
-    start,
-    tokenizer,
-)
+from tests.unit.grammar.canvases import EOS, SCHEMAS, noise, of_schema, rows_of, start, tokenizer
 from vllm_dllm.grammar.canvas import constrain_canvas
 from vllm_dllm.grammar.completion import find_completion
 from vllm_dllm.grammar.state import GrammarState

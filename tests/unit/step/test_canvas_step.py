@@ -41,12 +41,7 @@ def state(worker: Worker, req_id: str) -> list[list[float]]:
     ],
 )
 def test_when_a_block_is_emitted(
-    worker: GetWorker,
-    joins: bool,
-    commits_last: bool,
-    kind: str,
-    emits_in: int,
-    commits: bool,
+    worker: GetWorker, joins: bool, commits_last: bool, kind: str, emits_in: int, commits: bool
 ) -> None:
     """A model without a doubt takes two steps, and a third where the block has its own commit. The
     block behind takes as many: nothing has been guessed of it."""
@@ -61,21 +56,6 @@ def test_when_a_block_is_emitted(
             is_over = step == emits_in
             assert found.emitted == {"a": BLOCK if is_over else []}, (block, step)
             assert found.rejected == {"a": 0 if commits and is_over else C}
-
-
-def test_a_canvas_takes_as_many_steps_as_it_may(worker: GetWorker) -> None:
-    one = worker()
-    one.admit("a", diffusion_max_steps=3)
-    one.admit("b", diffusion_max_steps=5, seed=1)
-    emitted: dict[str, list[int]] = {"a": [], "b": []}
-    for step in range(1, 11):
-        known = [len(one.requests[name].tokens) - one.requests[name].computed for name in "ab"]
-        says = [noise(known[i] + C, 2 * step + i) for i in range(2)]
-        found = one.step(dict(zip("ab", says, strict=True)))
-        for name, tokens in found.emitted.items():
-            if tokens:
-                emitted[name].append(step)
-    assert emitted == {"a": [3, 6, 9], "b": [5, 10]}
 
 
 def test_a_part_of_a_canvas_is_taken_back(worker: GetWorker) -> None:
@@ -93,10 +73,7 @@ def test_a_part_of_a_canvas_is_taken_back(worker: GetWorker) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "prompt", "width"),
-    [
-        ({}, CONTEXT - 3, 3),
-        ({"diffusion_canvas_length": 2}, C, 2),
-    ],
+    [({}, CONTEXT - 3, 3), ({"diffusion_canvas_length": 2}, C, 2)],
     ids=["the context ends", "as asked"],
 )
 def test_a_narrow_canvas_is_whole(
@@ -116,25 +93,6 @@ def test_a_canvas_behind_the_end_is_taken_back(worker: GetWorker) -> None:
     assert state(one, "a") == before
     one.step({"a": noise(16)}, late=16)
     assert state(one, "a") != before
-
-
-@pytest.mark.parametrize("leaves", ["a", "stays"])
-def test_a_slot_is_the_latest_requests(worker: GetWorker, leaves: str) -> None:
-    """What was guessed for the one before counts for nothing."""
-    one, fresh = worker(), worker()
-    one.admit("stays", seed=5)
-    one.admit("a")
-    one.step({"stays": noise(C), "a": sure(BLOCK)})
-    slot = one.slot(leaves)
-    one.leave(leaves)
-    one.admit("b", seed=3)
-    assert one.slot("b") == slot
-    fresh.admit("b", seed=3)
-    for _ in range(2):
-        assert state(one, "b") == state(fresh, "b")
-        found, expected = (w.step({"b": sure(BLOCK)}).emitted for w in (one, fresh))
-        assert found == expected
-    assert found == {"b": BLOCK}
 
 
 @pytest.mark.parametrize("joins", [True, False])
@@ -261,10 +219,6 @@ def test_thresholds_follow_the_load(num_canvases: int) -> None:
     assert rules.entropy_bound == 0.1
 
 
-def test_without_stages_none_is_reached() -> None:
-    assert LoadStages((), torch.device("cpu")).num_stages_at(10**6) == 0
-
-
 def asked(**options: Any) -> dict[str, Any]:
     return {f"diffusion_{name}": value for name, value in options.items()}
 
@@ -376,13 +330,6 @@ def test_what_follows_the_answer_is_not_waited_for(worker: GetWorker) -> None:
         says = torch.cat([sure(BLOCK[:2]), noise(2, step, scale=9.0)])
         emitted = one.step(dict.fromkeys(one.requests, says)).emitted
     assert emitted["judged"] and not emitted["whole"]
-
-
-def test_only_full_canvases_need_no_indices() -> None:
-    batch = canvas_batch(C, [4, 4], [7, 2])
-    assert batch.slots.tolist() == [7, 2] and batch.lengths.tolist() == [4, 4]
-    assert batch.cells is None and batch.tokens is None and batch.valid is None
-    assert batch.expand_to_rows(torch.tensor([5, 6])).tolist() == [5] * 4 + [6] * 4
 
 
 def test_slots_in_order_are_a_slice() -> None:

@@ -76,11 +76,6 @@ def test_a_part_of_a_canvas_is_taken_back(masked: GetWorker) -> None:
         assert found.emitted == {"a": [7] * 3}, "what the prompt leaves of its block"
 
 
-def test_a_canvas_that_the_context_cuts_is_whole(masked: GetWorker) -> None:
-    one = masked(context=C + 2).admit("a", prompt=C)
-    assert one.step({"a": sure(BLOCK[:2])}).emitted == {"a": BLOCK[:2]}
-
-
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_parts_are_revealed_one_after_the_other(masked: GetWorker, in_parts: bool) -> None:
     """Of eight tokens, counted from where the block begins, not the canvas."""
@@ -110,16 +105,6 @@ def test_edits(masked: GetWorker) -> None:
     # The steps of the block before do not count.
     for tokens in (BLOCK, OTHER, BLOCK):
         assert one.step(says(one, "a", tokens)).emitted == {"a": []}
-
-
-def test_edits_end(masked: GetWorker) -> None:
-    """With a block that is read again: its last step has changed it."""
-    one = masked()
-    one.admit("a", temperature=0.0, diffusion_edit_probability=0.5, diffusion_edit_steps=2)
-    for tokens in (BLOCK, OTHER):
-        assert one.step(says(one, "a", tokens)).emitted == {"a": []}
-    found = one.step(says(one, "a", BLOCK))
-    assert found.emitted == {"a": BLOCK} and found.rejected == {"a": C}
 
 
 def test_draws_are_its_own(masked: GetWorker) -> None:

@@ -105,57 +105,40 @@ def test_images_go_to_the_builders(state: DiffusionModelState, mode: CUDAGraphMo
     assert spans.data_ptr() == buffer.data_ptr() and len(spans) == metadata["num_tokens"]
 
 
+OTHERS = [[24, 28]] * 2 + [[28, 32]] * 2  # spans of the second request, in blocks of C
+MASKED: dict[str, tuple[type[MaskedModelState], dict[str, Any], list[int], list[list[int]]]] = {
+    # Of two requests, the first verifies a draft: the class, its step, `causal`, and spans.
+    "blocks": (MaskedModelState, {"block_length": C}, [C, C], [[16, 20]] * C + OTHERS),
+    # Its rows see no later ones.
+    "drafts": (
+        *(ShiftedModelState, {"block_length": C, "verifying_causal": 1}, [1, C]),
+        [[i, i + 1] for i in range(16, 16 + C)] + OTHERS,
+    ),
+    "drafts in a copy of two tokens": (
+        *(DraftingModelState, {"block_length": 2, "verifying_causal": -2}, [-2, 2]),
+        [[0, 17], [0, 18], [0, 16], [0, 17]] + [[26, 28]] * 2 + [[28, 30]] * 2,
+    ),
+}
+
+
 @pytest.mark.parametrize("runs_fa4", [False, True])
-def test_blocks_of_masked_models(state: DiffusionModelState, runs_fa4: bool) -> None:
-    """FlashAttention-4 is told of them as of images, in a buffer that stays."""
-    masked = MaskedModelState.__new__(MaskedModelState)
+@pytest.mark.parametrize("kind", MASKED)
+def test_rows_of_masked_models(state: DiffusionModelState, kind: str, runs_fa4: bool) -> None:
+    """FlashAttention-4 is told of blocks as of images, in a buffer that stays."""
+    state_cls, of_step, causal, expected = MASKED[kind]
+    masked = state_cls.__new__(state_cls)
     vars(masked).update(vars(state))
-    masked.step.block_length = C
-    buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
-    masked._block_spans = buffer
+    vars(masked.step).update(of_step, may_verify=lambda batch: True)
+    masked.step.verifies = lambda slots: torch.tensor([True, False])
+    masked._block_spans = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
     metadata = prepare(masked, CUDAGraphMode.NONE)
-    spans = metadata["window_rules"].spans
-    assert metadata["causal"].tolist() == [1 if runs_fa4 else C] * 2
-    if buffer is None:
-        assert spans is None
+    spans, verifying = metadata["window_rules"].spans, of_step.get("verifying_causal")
+    if masked._block_spans is None:
+        assert metadata["causal"].tolist() == causal and spans is None
     else:
-        assert spans.data_ptr() == buffer.data_ptr()
-        assert spans.tolist() == [[16, 20]] * C + [[24, 28]] * 2 + [[28, 32]] * 2
-
-
-@pytest.mark.parametrize("runs_fa4", [False, True])
-def test_drafts_are_verified_causally(state: DiffusionModelState, runs_fa4: bool) -> None:
-    """Of two requests, the first verifies: its rows see no later ones."""
-    shifted = ShiftedModelState.__new__(ShiftedModelState)
-    vars(shifted).update(vars(state))
-    shifted.step.block_length, shifted.step.verifying_causal = C, 1
-    shifted.step.may_verify = lambda batch: True
-    shifted.step.verifies = lambda slots: torch.tensor([True, False])
-    buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
-    shifted._block_spans = buffer
-    metadata = prepare(shifted, CUDAGraphMode.NONE)
-    assert metadata["causal"].tolist() == [1, 1 if runs_fa4 else C]
-    if runs_fa4:
-        own = [[i, i + 1] for i in range(16, 16 + C)]
-        assert metadata["window_rules"].spans.tolist() == own + [[24, 28]] * 2 + [[28, 32]] * 2
-
-
-@pytest.mark.parametrize("runs_fa4", [False, True])
-def test_drafts_are_verified_in_a_copy(state: DiffusionModelState, runs_fa4: bool) -> None:
-    """Of blocks of two tokens, and of two requests the first."""
-    drafting = DraftingModelState.__new__(DraftingModelState)
-    vars(drafting).update(vars(state))
-    drafting.step.block_length, drafting.step.verifying_causal = 2, -2
-    drafting.step.may_verify = lambda batch: True
-    drafting.step.verifies = lambda slots: torch.tensor([True, False])
-    buffer = torch.zeros(100, 2, dtype=torch.int32) if runs_fa4 else None
-    drafting._block_spans = buffer
-    metadata = prepare(drafting, CUDAGraphMode.NONE)
-    assert metadata["causal"].tolist() == [-2, 1 if runs_fa4 else 2]
-    if runs_fa4:
-        own = [[0, 17], [0, 18], [0, 16], [0, 17]]
-        assert metadata["window_rules"].spans[:4].tolist() == own
-        assert metadata["window_rules"].spans[4:].tolist() == [[26, 28]] * 2 + [[28, 30]] * 2
+        assert metadata["causal"].tolist() == [verifying or 1, 1]
+        assert spans.data_ptr() == masked._block_spans.data_ptr()
+        assert spans.tolist() == expected
 
 
 def test_stock_builders_are_not_given_what_they_do_not_take() -> None:

@@ -120,8 +120,7 @@ def test_a_step_is_one_message_for_each_process(listener: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "feed",
-    ["", "a/b", "../" + "0" * 29 + "/" + "0" * 32, "0" * 32 + "/" + "0" * 32, "0" * 65],
+    "feed", ["", "a/b", "../" + "0" * 29 + "/" + "0" * 32, "0" * 32 + "/" + "0" * 32, "0" * 65]
 )
 def test_names_that_lead_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch, feed: str) -> None:
     monkeypatch.setattr(observers, "CanvasSender", lambda: pytest.fail("a thread"))

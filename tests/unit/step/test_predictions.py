@@ -94,12 +94,6 @@ def step() -> Step:
     return Step()
 
 
-def test_the_first_block_starts_as_predicted(step: Step) -> None:
-    step.add(2, TEXT)
-    assert step.first(2) == (TEXT[:C], TEXT[:C])
-    assert step.first(1) == ([NOISE] * C, [0] * C)
-
-
 def test_stop_tokens_are_guessed_behind_the_end(step: Step) -> None:
     step.add(0, TEXT[:3])
     assert step.first(0) == (TEXT[:3] + [STOP] + [NOISE] * 4, TEXT[:3] + [STOP] * 5)
@@ -110,10 +104,7 @@ def test_a_block_follows(step: Step) -> None:
     changed = [*TEXT[:2], 9, 9, *TEXT[2:6]]  # two tokens more
     assert step.behind({1: TEXT[:C]}, ended=False) is not None
     found = step.behind({3: TEXT[:C], 1: changed})
-    assert found == {
-        3: ([NOISE] * C, [NO_TOKEN] * C),
-        1: (TEXT[6:14], TEXT[6:14]),
-    }
+    assert found == {3: ([NOISE] * C, [NO_TOKEN] * C), 1: (TEXT[6:14], TEXT[6:14])}
     assert step.behind({1: TEXT[6:14]}) == {1: (TEXT[14:22], TEXT[14:22])}
 
 
@@ -176,10 +167,7 @@ def test_the_end_moves_with_the_rest(step: Step) -> None:
     step.add(1, TEXT[:7])
     guess = [*TEXT[:2], *TEXT[3:7], STOP, STOP]  # one token less
     assert step.moved({1: guess}) == {
-        1: (
-            [NOISE, NOISE, *TEXT[3:7], STOP, NOISE],
-            [NOISE, NOISE, *TEXT[3:7], STOP, STOP],
-        )
+        1: ([NOISE, NOISE, *TEXT[3:7], STOP, NOISE], [NOISE, NOISE, *TEXT[3:7], STOP, STOP])
     }
 
 

@@ -264,14 +264,6 @@ def check(rules: LogitRules, options: dict[str, Any]) -> None:
     assert rules.bad_words.reach == longest - 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_request(filters: LogitFilters, kind: str) -> None:
-    filters.add_request(new_request(2, **KINDS[kind]))
-    filters.apply_staged_writes()
-    assert list(filters._rules) == [2]
-    check(filters._rules[2], KINDS[kind])
-
-
 def test_requests_that_come_together(
     filters: LogitFilters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

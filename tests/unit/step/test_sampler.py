@@ -37,13 +37,6 @@ def test_requests_in_their_prefill_get_nothing(worker: GetWorker) -> None:
     assert one.requests["first"].computed == 6 and one.requests["last"].computed == 9
 
 
-def test_prefills_alone(worker: GetWorker) -> None:
-    one = worker()
-    one.admit("a", prompt=9, computed=0)
-    one.admit("b", prompt=9, computed=0)
-    assert one.step({"a": noise(9), "b": noise(4)})[:2] == ({"a": [], "b": []}, {"a": 0, "b": 0})
-
-
 def test_what_the_runner_reads(worker: GetWorker) -> None:
     one = worker().admit("a")
     for says in (sure(BLOCK), sure(BLOCK)):
@@ -68,13 +61,6 @@ def test_a_block_that_is_not_whole_is_computed_again(worker: GetWorker) -> None:
     alone = worker(MaskedStep, "SDARForCausalLM")
     alone.admit("prefill", prompt=C + 3, computed=0)
     assert alone.step({"prefill": noise(C + 3)}).rejected == {"prefill": 3}
-
-
-def test_a_block_that_is_committed_is_computed_for_good(worker: GetWorker) -> None:
-    one = worker(MaskedStep, "SDARForCausalLM", joins_commits=False)
-    one.admit("a", prompt=C + 2, computed=C)
-    steps = [one.step({"a": sure(BLOCK)})[:2] for _ in range(2)]
-    assert steps == [({"a": []}, {"a": C}), ({"a": BLOCK[2:]}, {"a": 0})]
 
 
 def test_asked_for_meanwhile(worker: GetWorker) -> None:
@@ -150,17 +136,6 @@ def assert_scores(
     tolerances.assert_within(found.logprobs[rows, : 1 + count], expected, allowed)
     ranks = (logits >= logits.gather(1, columns[:, :1])).sum(dim=-1)
     assert found.selected_token_ranks[rows].equal(ranks)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("joins", [True, False])
-def test_of_the_step_that_decided(worker: GetWorker, joins: bool) -> None:
-    """A commit of its own reports what was kept of the step before; its own rows say nothing."""
-    one = worker(joins_commits=joins).admit("a", logprobs=3)
-    says = [doubtful(BLOCK, seed) for seed in (1, 2)]
-    found = [one.step({"a": rows}) for rows in (*says, *([] if joins else [noise(C)]))]
-    assert found[-1].emitted == {"a": BLOCK}
-    assert_scores(found[-1].logprobs, slice(C), BLOCK, says[1], at_step(2), 3)
 
 
 @pytest.mark.numerics

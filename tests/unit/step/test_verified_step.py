@@ -11,7 +11,7 @@ import torch
 from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Rule, Step
 from tests.engine.masked_requests import MOVING_RULES, params_of
-from tests.unit.step.worker import CONTEXT, MASK, C, V, Worker, noise, sure
+from tests.unit.step.worker import MASK, C, V, Worker, noise, sure
 from vllm_dllm.denoise import noise as numbers
 from vllm_dllm.step.masked import levenshtein_step
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
@@ -62,16 +62,6 @@ def test_a_draft_stands_as_far_as_it_is_what_is_drawn(
 
 
 @joining
-def test_token_by_token(worker: GetWorker, joins: bool) -> None:
-    """A canvas of one row is never drafted."""
-    one = made(worker, joins, "autoregressive")
-    for token in (22, 23, 24):
-        found = one.step({"a": sure([token])})
-        assert found.emitted == {"a": [token - 1]} and found.rejected == {"a": 0}
-    assert one.answer("a") == [21, 22, 23]
-
-
-@joining
 @pytest.mark.parametrize("asked", [{"eos": 23}, {"max_tokens": 3}], ids=["stop token", "length"])
 @pytest.mark.parametrize("mode", ["self_speculation", "autoregressive"])
 def test_a_token_that_ends_the_answer_needs_no_forward(
@@ -88,15 +78,6 @@ def test_a_token_that_ends_the_answer_needs_no_forward(
 
 
 @joining
-def test_a_first_token_that_ends_the_answer_is_not_drafted_behind(
-    worker: GetWorker, joins: bool
-) -> None:
-    """Where the forward that foretold it could not show it."""
-    one = made(worker, joins, eos=21)
-    assert one.step({"a": sure([9, 22, 23, 24])}).emitted == {"a": [21]}
-
-
-@joining
 def test_a_step_of_too_few_rows_is_taken_back(worker: GetWorker, joins: bool) -> None:
     one = made(worker, joins)
     one.step({"a": sure([9, 22, 23, 24])})
@@ -104,14 +85,6 @@ def test_a_step_of_too_few_rows_is_taken_back(worker: GetWorker, joins: bool) ->
     assert found.emitted == {"a": []} and found.rejected == {"a": 2}
     found = one.step({"a": sure([22, 98, 97, 96])})
     assert found.emitted == {"a": [21, 22]} and one.canvas("a")[0] == 98
-
-
-def test_a_draft_ends_with_the_context(worker: GetWorker) -> None:
-    one = worker(VerifiedStep, "NemotronLabsDiffusionModel")
-    admit(one, "a", "self_speculation", prompt=CONTEXT - 2, max_tokens=9)
-    one.step({"a": torch.cat([noise(CONTEXT - 3), sure([21])])})
-    one.step({"a": sure([9, 22])})
-    assert one.step({"a": sure([22, 23])}).emitted == {"a": [21, 22]}
 
 
 @joining

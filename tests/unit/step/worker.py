@@ -52,10 +52,7 @@ def config(
         additional_config={"vllm_dllm": settings or {}},
         kv_transfer_config=None,
         parallel_config=SimpleNamespace(
-            rank=0,
-            tensor_parallel_size=num_workers,
-            worker_cls="",
-            prefill_context_parallel_size=1,
+            rank=0, tensor_parallel_size=num_workers, worker_cls="", prefill_context_parallel_size=1
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         diffusion_config=SimpleNamespace(canvas_length=canvas_length, max_denoising_steps=None),

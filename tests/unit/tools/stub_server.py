@@ -1,6 +1,7 @@
 """A stand-in for a vLLM server of a diffusion model, and a task to ask it."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,6 +76,11 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 ROWS = {"Sort: b a": "a b", "Add 1 and 2.": "1+2=3, =3", "Hi!": "Hello!", "Reverse: x y": "y x"}
 """Prompts and right answers."""
+
+
+def stub_command(checkpoint: Path, port: int, *options: str) -> list[str]:
+    """In the place of `serve_command`."""
+    return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
 
 
 def write_task(folder: Path, rows: Mapping[str, str]) -> None:

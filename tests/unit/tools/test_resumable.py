@@ -132,10 +132,7 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     lines = ["(EngineCore) ValueError: no such file", *(f"frame {i}" for i in range(30)), "the end"]
     script = f"import sys; print({chr(10).join(lines)!r}); sys.exit(3)"
     failing = server_process.Server([sys.executable, "-c", script], 1, tmp_path / "server.log")
-    with (
-        failing,
-        pytest.raises(ServerError, match=r"ended \(3\).*server\.log") as ended,
-    ):
+    with failing, pytest.raises(ServerError, match=r"ended \(3\).*server\.log") as ended:
         failing.wait_until_ready(lambda seconds: None)
     shown = str(ended.value).splitlines()[2:]
     assert shown == [lines[0], "[...]", *lines[-12:]]

@@ -111,11 +111,7 @@ def test_several_engines(served: Served) -> None:
     ],
 )
 def test_other_servers(
-    served: Served,
-    capsys: pytest.CaptureFixture[str],
-    status: int,
-    text: str,
-    complaint: str,
+    served: Served, capsys: pytest.CaptureFixture[str], status: int, text: str, complaint: str
 ) -> None:
     url, answers = served
     answers["/metrics"] = lambda _: (status, text)
@@ -195,9 +191,7 @@ def test_a_certificate_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_once(
-    served: Served,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And wherever the output is no terminal."""
     url, answers = served

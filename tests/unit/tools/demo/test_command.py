@@ -21,7 +21,7 @@ from rich.console import Console
 from checkpoints.recipes.tasks import Example
 from tests.paths import CHECKPOINTS
 from tests.processes import HANGS_S, is_running, wait_for
-from tests.unit.tools.stub_server import STUB, write_checkpoint
+from tests.unit.tools.stub_server import stub_command, write_checkpoint
 from vllm_dllm import cli
 from vllm_dllm.tools import demo, server_process
 from vllm_dllm.tools.demo import drawing
@@ -75,11 +75,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "steps.json").write_text(json.dumps(RECORDED))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # must not be asked
     monkeypatch.setenv("VLLM_PLUGINS", "another,vllm_dllm")
-
-    def command(checkpoint: Path, port: int, *options: str) -> list[str]:
-        return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
-
-    monkeypatch.setattr(server_process, "serve_command", command)
+    monkeypatch.setattr(server_process, "serve_command", stub_command)
     return folder
 
 

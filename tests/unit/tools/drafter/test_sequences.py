@@ -370,11 +370,7 @@ def test_where_the_block_size_is(drafter_folder: Path, tmp_path: Path, inside: b
     ids=["no JSON", "another layout", "other sizes", "cut short"],
 )
 def test_refuses_a_damaged_drafter(
-    drafter_folder: Path,
-    tmp_path: Path,
-    file: str,
-    change: Callable[[bytes], bytes],
-    message: str,
+    drafter_folder: Path, tmp_path: Path, file: str, change: Callable[[bytes], bytes], message: str
 ) -> None:
     folder = Path(shutil.copytree(drafter_folder, tmp_path / "damaged"))
     (folder / file).write_bytes(change((folder / file).read_bytes()))

@@ -227,10 +227,10 @@ def refusal(
 ) -> Callable[..., str]:
     """Runs the command, which has to refuse; returns what it says, which has to be one line."""
 
-    def run(options: str, out: Path = tmp_path / "dflash") -> str:
-        places = {"here": tmp_path, "prompts": prompt_file}
+    def run(options: str, target: Path = target_folder) -> str:
+        places, out = {"here": tmp_path, "prompts": prompt_file}, str(tmp_path / "dflash")
         given = [word.format(**places) for word in options.split()]
-        fixed = ["--target", str(target_folder), "--mask-token", MASK_TOKEN, "-o", str(out)]
+        fixed = ["--target", str(target), "--mask-token", MASK_TOKEN, "-o", out]
         capsys.readouterr()  # what transformers says while it saves
         assert cli.main(["drafter", "train", *fixed, *given]) == 1
         error = capsys.readouterr().err
@@ -312,21 +312,13 @@ def test_bad_input_is_one_line(
     ],
 )
 def test_a_target_that_is_cut_short(
-    target_folder: Path,
-    prompt_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    file: str,
-    message: str,
+    refusal: Callable[..., str], target_folder: Path, tmp_path: Path, file: str, message: str
 ) -> None:
     target = Path(shutil.copytree(target_folder, tmp_path / "damaged"))
     (target / file).write_bytes((target / file).read_bytes()[:1000])
-    out = tmp_path / "dflash"
-    command = ["--target", target, "-o", out, "--steps", 1, "--prompts", prompt_file]
-    options = ["--max-tokens", 9, "--mask-token", MASK_TOKEN]
-    assert cli.main(["drafter", "train", *map(str, command + options)]) == 1
-    assert f"{target} " in (error := capsys.readouterr().err) and message in error
-    assert not out.with_name("dflash.partial").exists()
+    error = refusal("--steps 1 --prompts {prompts} --max-tokens 9", target)
+    assert f"{target} " in error and message in error
+    assert not (tmp_path / "dflash.partial").exists()
 
 
 def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -337,15 +329,11 @@ def test_drafter_of_another_target(refusal: Callable[..., str], tmp_path: Path) 
     assert "target layers: 6 in the drafter, 4 in the target" in error
 
 
-def test_target_that_is_not_autoregressive(
-    prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target, out = make_tiny_checkpoint(tmp_path / "canvases"), tmp_path / "dflash"
-    options = ["--steps", "1", "--prompts", str(prompt_file), "--mask-token", MASK_TOKEN]
-    assert cli.main(["drafter", "train", "--target", str(target), "-o", str(out), *options]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+def test_target_that_is_not_autoregressive(refusal: Callable[..., str], tmp_path: Path) -> None:
+    target = make_tiny_checkpoint(tmp_path / "canvases")
+    error = refusal("--steps 1 --prompts {prompts}", target)
     assert f"{target} cannot be a target: expected an autoregressive language model" in error
-    assert not out.with_name("dflash.partial").exists()
+    assert not (tmp_path / "dflash.partial").exists()
 
 
 LENGTHS = (20, 13)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.paths import CHECKPOINTS
 from tests.processes import run as run_program
-from tests.unit.tools.stub_server import ROWS, STUB, write_checkpoint, write_task
+from tests.unit.tools.stub_server import ROWS, stub_command, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.errors import InputError
 from vllm_dllm.tools import evaluate
@@ -41,7 +41,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def command(checkpoint: Path, port: int, *options: str) -> list[str]:
         assert "vllm_dllm.tools.scrape.WeightSizes" in options
-        return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
+        return stub_command(checkpoint, port)
 
     monkeypatch.setattr(evaluate, "serve_command", command)
     return lambda name, answers: str(write_checkpoint(tmp_path / name, ROWS | answers))

@@ -128,10 +128,7 @@ def test_command(folder_26b: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_step_has_as_many_tokens_as_vllm_gives_it(
-    folder_26b: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: str,
+    folder_26b: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: str
 ) -> None:
     memory = int(GPUS[gpu].memory_gib * capacity.GIB)
     stand_in = SimpleNamespace(

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.paths import CHECKPOINTS
-from tests.unit.tools.stub_server import STUB, write_checkpoint, write_task
+from tests.unit.tools.stub_server import stub_command, write_checkpoint, write_task
 from vllm_dllm import cli
 from vllm_dllm.config.architectures import FAMILIES
 from vllm_dllm.config.extension import ExtensionConfig
@@ -42,11 +41,7 @@ def run_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
     own = CHECKPOINTS / "diffusiongemma-tiny" / "generation_config.json"
     shutil.copy(own, checkpoint)
     monkeypatch.chdir(tmp_path)
-
-    def command(checkpoint: Path, port: int, *options: str) -> list[str]:
-        return [sys.executable, "-c", STUB, str(checkpoint), str(port)]
-
-    monkeypatch.setattr(evaluate, "serve_command", command)
+    monkeypatch.setattr(evaluate, "serve_command", stub_command)
     options = ["--task", "task.yaml", "--trials", str(TRIALS), "--concurrency", "4"]
     return lambda *further: cli.main(["tune", "model", *options, *further])
 
@@ -249,10 +244,7 @@ def test_every_suggestion_and_preset_is_served(tmp_path: Path, architecture: str
         (NEMOTRON, [{"mode": "self_speculation"}]),
         (
             FAST_DLLM,
-            [
-                {"acceptance": "confidence", "accept_probability": 0.9},
-                {"acceptance": "verified"},
-            ],
+            [{"acceptance": "confidence", "accept_probability": 0.9}, {"acceptance": "verified"}],
         ),
     ],
 )
