@@ -2,6 +2,7 @@
 drafts have grammars. Steps that verify drafts launch no more than they did."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
