@@ -76,23 +76,6 @@ def test_low_temperatures(dtype: torch.dtype, temperature: float, tolerance: flo
     tolerances.assert_within(ours, probs @ exact, share * exact.abs().amax())
 
 
-def test_shards_join_by_their_maximum() -> None:
-    logits, uniform = random_logits(6), torch.rand(6, dtype=torch.float64)
-    embeddings = torch.randn(V, H)
-    halves = []
-    for part in (slice(0, 2 * BLOCK), slice(2 * BLOCK, V)):
-        running = ExpectedEmbedding(6, H, logits.device)
-        running.add_tile(
-            logits[:, part], *read_blocks(logits[:, part], uniform, part.start), embeddings[part]
-        )
-        halves.append(running.result())
-    top = torch.maximum(halves[0][2], halves[1][2])
-    scales = [(maximum - top).exp() for _, _, maximum in halves]
-    total = sum(t * scale for (_, t, _), scale in zip(halves, scales, strict=True))
-    joined = sum(s * scale[:, None] for (s, _, _), scale in zip(halves, scales, strict=True))
-    assert_expected(joined / total[:, None], logits, embeddings)
-
-
 @pytest.fixture
 def needed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What each tile of this test says is needed, [rows, B] bool."""

@@ -14,7 +14,6 @@ from vllm_dllm.denoise.masked import (
     Edits,
     GrammarReveal,
     MaskedRules,
-    draw_candidates,
     even_share,
     hidden_ahead,
     hidden_in_first_part,
@@ -152,32 +151,6 @@ def test_a_grammar_says_what_is_revealed() -> None:
     assert not outcome.finished.any()
 
 
-@pytest.mark.parametrize("rule", ["dynamic", "static"])
-def test_what_no_canvas_asks_for_is_left_out(rule: str) -> None:
-    """The same comes out as where another canvas of the batch asks for it."""
-    n, mask_id, generator = 200, 99, torch.Generator().manual_seed(0)
-    hidden = torch.rand(n, C, generator=generator) < 0.4
-    canvas = torch.where(hidden, mask_id, torch.randint(0, 9, (n, C), generator=generator))
-    tokens = torch.randint(0, 9, (n, C), generator=generator)
-    candidates = Candidates(tokens, *torch.rand(2, n, C, generator=generator))
-    rules = MaskedRules(*(column.expand(n) for column in rules_of(rule, 2, 0.7, 0.0)))
-    never = torch.zeros(n, dtype=torch.bool)
-    edits = Edits(never, torch.zeros(n), torch.ones(n).long(), torch.zeros(n).long())
-    asked = masked_step(candidates, canvas, ~hidden, None, rules, edits, mask_id)
-    plain = rules._replace(in_order=None, entropy_bound=None)
-    found = masked_step(candidates, canvas, ~hidden, None, plain, None, mask_id)
-    assert asked.edited is not None and not asked.edited.unchanged.any()
-    assert found.edited is None
-    for one, other in zip(found[:-1], asked[:-1], strict=True):
-        assert torch.equal(one, other)
-    logits, greedy = torch.randn(n, 30, generator=generator), torch.ones(n, dtype=torch.bool)
-    draw = torch.rand(n, generator=generator)
-    pairs = zip(
-        draw_candidates(logits, None, greedy), draw_candidates(logits, draw, greedy), strict=True
-    )
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
 def test_nothing_counts_behind_a_stop_token() -> None:
     """Canvases: hidden before a stop, hidden behind one, a stop that is a candidate only, all
     revealed by this step, a stop revealed by this step."""
@@ -225,19 +198,6 @@ def test_drafts_are_verified() -> None:
         )
         assert bool(found.finished[i]) == (end == last or stop in shown)
     assert num_accepted > int(is_draft.sum())
-
-
-def test_candidates_are_judged_apart_from_how_they_are_drawn() -> None:
-    """At another temperature, and with tokens left out, the probability is the plain one."""
-    logits = torch.randn(64, 9, generator=torch.Generator().manual_seed(0))
-    scaled = (logits / 0.3).masked_fill(logits < logits.amax(-1, keepdim=True) - 1, -1e37)
-    uniform, is_greedy = torch.linspace(0, 0.99, 64), torch.arange(64) % 2 == 0
-    plain = draw_candidates(scaled, uniform, is_greedy)
-    judged = draw_candidates(scaled, uniform, is_greedy, logits)
-    assert torch.equal(judged.tokens, plain.tokens)
-    probability = logits.log_softmax(-1).exp().gather(-1, plain.tokens[:, None])[:, 0]
-    assert torch.equal(judged.probability, probability)
-    assert not torch.equal(judged.probability, plain.probability)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from vllm_dllm.denoise.rules import (
     Reveal,
     accept_by_entropy_bound,
     is_confident,
-    reveal_best_guesses,
     times_repeated,
     up_to_first_stop,
 )
@@ -112,17 +111,6 @@ def test_convergence_is_the_reference(stability: int) -> None:
     assert not torch.stack(outcomes).all()
 
 
-def test_phantom_positions_do_not_keep_a_canvas_from_converging() -> None:
-    entropy = torch.tensor([[0.001, 0.002, 5.0, 5.0]])
-    valid = torch.tensor([[True, True, False, False]])
-    guess = torch.tensor([[3, 4, 0, 0]])
-    earlier, times = torch.tensor([[3, 4, 7, 7]]), torch.tensor([2])
-    assert is_confident(entropy, valid, 0.005).item()
-    assert times_repeated(guess, earlier, times, valid).item() == 3
-    assert times_repeated(guess, earlier, times, torch.ones_like(valid)).item() == 0
-    assert not is_confident(entropy, torch.ones_like(valid), 0.005).item()
-
-
 def test_candidates_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.25, 0.125, 0.0, 0.125])
     draws = 40_000
@@ -151,53 +139,6 @@ def test_a_row_alone_is_summed_as_one_of_several_on_gpus(monkeypatch: pytest.Mon
     assert summed == [(3, 512), (2, 512)]
 
 
-def test_step_replaces_what_it_does_not_accept_and_stops_at_the_cap() -> None:
-    rules = StepRules(entropy_bound=0.1, confidence_threshold=0.005, stability_threshold=1)
-    stats = guessing([1, 2, 3], [0.0, 2.0, 0.09], 2, candidate=[1, 9, 3])
-    state = CanvasState(
-        best_guess=torch.full((2, 3), NO_TOKEN),
-        times_repeated=torch.zeros(2, dtype=torch.long),
-        steps_done=torch.tensor([0, 3]),
-        num_steps=torch.tensor([4, 4]),
-    )
-    noise = torch.full((2, 3), 77)
-    outcome = denoise_step(stats, torch.ones(2, 3, dtype=torch.bool), state, noise, rules)
-    # The exclusive sum: position 1 (2.0 nats) comes after 0.09 nats and is accepted, too.
-    assert outcome.accepted.tolist() == [[True, True, True]] * 2
-    assert outcome.finished.tolist() == [False, True]
-    sharper = stats._replace(entropy_nats=torch.tensor([[0.0, 2.0, 0.11]] * 2))
-    outcome = denoise_step(sharper, torch.ones(2, 3, dtype=torch.bool), state, noise, rules)
-    assert outcome.canvas.tolist() == [[1, 77, 3]] * 2
-    assert outcome.state.best_guess.tolist() == [[1, 2, 3]] * 2
-    assert outcome.state.times_repeated.tolist() == [0, 0]
-
-
-def test_rules_of_each_canvas_are_those_it_would_have_alone() -> None:
-    logits = random_logits(3, 6.0)
-    stats = RowStats(*(t.view(N, C) for t in stats_of(logits.view(-1, V), torch.rand(N * C))))
-    noise = torch.full((N, C), 77)
-    state = CanvasState(
-        stats.best_guess.clone(), torch.arange(N), torch.zeros(N).long(), torch.full((N,), 9)
-    )
-    bounds, confidences = (torch.linspace(low, high, N) for low, high in ((0.05, 9.0), (0.5, 1.5)))
-    stability = torch.tensor([1, 5, 0, 2, 9])
-    together = denoise_step(
-        stats, None, state, noise, StepRules(bounds, confidences, stability.float())
-    )
-    for i in range(N):
-        row = slice(i, i + 1)
-        alone = denoise_step(
-            RowStats(*(t[row] for t in stats)),
-            None,
-            CanvasState(*(t[row] for t in state)),
-            noise[row],
-            StepRules(bounds[i].item(), confidences[i].item(), stability[i].item()),
-        )
-        assert torch.equal(alone.canvas[0], together.canvas[i])
-        assert alone.finished.item() == together.finished[i].item()
-    assert 0 < together.finished.sum() < N
-
-
 def reveal_rule(threshold: float, per_step: int, revealed: torch.Tensor, n: int = 1) -> Reveal:
     return Reveal(
         is_chosen=torch.ones(n, dtype=torch.bool),
@@ -206,44 +147,6 @@ def reveal_rule(threshold: float, per_step: int, revealed: torch.Tensor, n: int 
         revealed=revealed,
         tokens=torch.full_like(revealed, 50, dtype=torch.long),
     )
-
-
-def test_reveal_by_probability_and_by_number() -> None:
-    probability = torch.tensor([[0.95, 0.2, 0.91, 0.5, 0.99]])
-    hidden = torch.zeros(1, 5, dtype=torch.bool)
-    by_threshold = reveal_best_guesses(probability, None, reveal_rule(0.9, 1, hidden))
-    assert by_threshold.tolist() == [[True, False, True, False, True]]
-    at_least_one = reveal_best_guesses(probability * 0.5, None, reveal_rule(0.9, 1, hidden))
-    assert at_least_one.tolist() == [[False, False, False, False, True]]
-    two = reveal_best_guesses(probability, None, reveal_rule(2.0, 2, hidden))
-    assert two.tolist() == [[True, False, False, False, True]]
-    already, valid = torch.tensor([[True, False, False, False, True]]), torch.arange(5) < 4
-    next_two = reveal_best_guesses(probability, valid[None], reveal_rule(2.0, 2, already))
-    assert next_two.tolist() == [[False, False, True, True, False]]
-
-
-def test_a_revealed_position_keeps_its_token_and_the_last_one_finishes_the_canvas() -> None:
-    stats = guessing([1, 2, 3], [1.0] * 3, candidate=[4, 5, 6], best_logprob=LOGPROBS)
-    revealed = torch.tensor([[True, False, False]])
-    state = CanvasState(
-        torch.full((1, 3), NO_TOKEN), torch.tensor([0]), torch.tensor([0]), torch.tensor([9])
-    )
-    rules = StepRules(0.1, 0.005, 1)
-    noise = torch.full((1, 3), 77)
-    outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 1, revealed))
-    assert outcome.canvas.tolist() == [[50, 2, 77]]
-    assert outcome.state.best_guess.tolist() == [[50, 2, 3]] and not outcome.finished
-    outcome = denoise_step(stats, None, state, noise, rules, reveal_rule(2.0, 2, revealed))
-    assert outcome.canvas.tolist() == [[50, 2, 3]] and outcome.finished
-    # A neighbour that goes by the entropy bound is not touched.
-    both = RowStats(*(t.expand(2, 3) for t in stats))
-    states = CanvasState(*(t.expand(2, *t.shape[1:]) for t in state))
-    rule = reveal_rule(2.0, 2, revealed.expand(2, 3), n=2)
-    rule = rule._replace(is_chosen=torch.tensor([True, False]))
-    mixed = denoise_step(both, None, states, noise.expand(2, 3), rules, rule)
-    alone = denoise_step(stats, None, state, noise, rules)
-    assert torch.equal(mixed.canvas[1:], alone.canvas)
-    assert torch.equal(mixed.state.best_guess[1:], alone.state.best_guess)
 
 
 def test_judging_the_answer_only() -> None:

@@ -30,7 +30,7 @@ from tests.paths import CHECKPOINTS
 from tests.unit.grammar.canvases import IDS
 from vllm_dllm.compat.parsers import show_prompts_to_parsers
 from vllm_dllm.grammar.gemma_calls import CALL, END, QUOTE
-from vllm_dllm.requests.gemma_reader import Call, GemmaReader, overlap_length
+from vllm_dllm.requests.gemma_reader import GemmaReader, overlap_length
 from vllm_dllm.requests.gemma_reasoning_parser import GemmaReasoningParser
 from vllm_dllm.requests.gemma_tool_parser import GemmaToolParser
 from vllm_dllm.requests.structural_tag import structural_tag_to_lark
@@ -164,22 +164,6 @@ def test_what_the_template_writes_is_read(found: list[dict[str, Any]]) -> None:
     around, calls = read_whole_answer(text)
     assert around == "Well." and [one.name for one in calls] == [f"f{i}" for i in range(len(found))]
     assert [json.loads(one.arguments) for one in calls] == found
-
-
-def in_pieces(text: str, cuts: list[int]) -> tuple[str, list[Call]]:
-    reader, around, calls = GemmaReader(), "", list[Call]()
-    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        more, found = reader.read_piece(text[begin:end])
-        around, calls = around + more, calls + found
-    return around + reader.finish(), calls
-
-
-@given(ARGUMENTS, ARGUMENTS, st.data())
-@settings(deadline=None, max_examples=50)
-def test_pieces_are_the_whole(first: Any, second: Any, data: st.DataObject) -> None:
-    text = f"\n{call('first', first)} and {call('second', second)}<tur"
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    assert in_pieces(text, cuts) == read_whole_answer(text)
 
 
 @given(ARGUMENTS, ARGUMENTS)

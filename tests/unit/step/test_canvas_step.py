@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.step.batches import canvas_batch
-from tests.unit.step.worker import CONTEXT, C, GetWorker, V, Worker, noise, sure
+from tests.unit.step.worker import C, GetWorker, V, Worker, noise, sure
 from vllm_dllm.config.extension import LoadStage
 from vllm_dllm.denoise.step import StepRules
 from vllm_dllm.step.asked.settings import LoadStages
@@ -69,19 +69,6 @@ def test_a_part_of_a_canvas_is_taken_back(worker: GetWorker) -> None:
     assert step.emitted == {"a": [], "b": OTHER} and step.rejected["a"] == 3
     assert state(one, "a") == before
     assert one.step({"a": sure(BLOCK)}).emitted == {"a": BLOCK}
-
-
-@pytest.mark.parametrize(
-    ("asked", "prompt", "width"),
-    [({}, CONTEXT - 3, 3), ({"diffusion_canvas_length": 2}, C, 2)],
-    ids=["the context ends", "as asked"],
-)
-def test_a_narrow_canvas_is_whole(
-    worker: GetWorker, asked: dict[str, int], prompt: int, width: int
-) -> None:
-    one = worker().admit("a", prompt, **asked)
-    one.step({"a": sure(BLOCK[:width])})
-    assert one.step({"a": sure(BLOCK[:width])}).emitted == {"a": BLOCK[:width]}
 
 
 def test_a_canvas_behind_the_end_is_taken_back(worker: GetWorker) -> None:
