@@ -106,7 +106,7 @@ def loss_of(
     end = start + BLOCK
     share = torch.tensor([rng.choice((1.0, rng.random())) for _ in clean])
     hidden = torch.rand(len(clean), BLOCK) < share[:, None]
-    if family.is_seeded or start == 0:
+    if family.knows_first_token or start == 0:
         hidden[:, 0] = False  # known before the first step, or a prompt's
     block = clean[:, start:end].masked_fill(hidden, plain.mask_id)
     asked = hidden

@@ -9,14 +9,14 @@ Each forward computes the whole sequence under a mask, so there is no cache to b
 import torch
 
 from tests.engine.masked import Placed, Rule, Step
-from tests.engine.nemotron import Drawn, SeededReference, SeededTrajectory
+from tests.engine.nemotron import Drawn, FirstTokenReference, FirstTokenTrajectory
 from tests.unit.denoise.test_masked import published
 from vllm_dllm.denoise import noise
 
 SUB_BLOCK = 8
 
 
-class ShiftedReference(SeededReference):
+class ShiftedReference(FirstTokenReference):
     def one_by_one(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The greedy answer in blocks of one token, behind whole blocks whose tokens see each
         other: what verified drafts answer, too."""
@@ -43,9 +43,9 @@ class ShiftedReference(SeededReference):
         rule: Rule,
         seed: int = 0,
         stops: frozenset[int] = frozenset(),
-    ) -> SeededTrajectory:
+    ) -> FirstTokenTrajectory:
         """Whole blocks, the last one cut off, at a stop token at the latest."""
-        B, found = self.block_length, SeededTrajectory()
+        B, found = self.block_length, FirstTokenTrajectory()
         num_steps = rule.num_steps or B
         is_verified = rule.name == "verified"
         known = list(prompt)

@@ -13,7 +13,7 @@ from tests.engine.conftest import Engine
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.levenshtein import LevenshteinReference
 from tests.engine.masked import Reference, Rule, Step, Trajectory, make_checkpoint
-from tests.engine.nemotron import SeededReference
+from tests.engine.nemotron import FirstTokenReference
 from tests.engine.one_step import random_ids
 
 VOCABULARY = 512
@@ -63,7 +63,7 @@ FAMILIES = {
     ),
     "Nemotron": Family(
         "NemotronLabsDiffusionModel",
-        SeededReference,
+        FirstTokenReference,
         SEEDED_RULES,
         frozenset([(32, "dynamic"), *((4, name) for name in ("dynamic", "static", "warm"))]),
     ),

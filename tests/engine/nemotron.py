@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass
-class SeededTrajectory(Trajectory):
+class FirstTokenTrajectory(Trajectory):
     drawn: list[Drawn] = field(default_factory=list)
     """Of each step; a block's first row is its seed's."""
 
@@ -69,7 +69,7 @@ class SeededTrajectory(Trajectory):
         return step
 
 
-class SeededReference(Reference):
+class FirstTokenReference(Reference):
     @torch.inference_mode()
     def seeded_logits(self, known: list[int], block: list[int]) -> torch.Tensor:
         """[T, V] fp32: of known tokens, which are causal, and a block that sees all."""
@@ -87,9 +87,9 @@ class SeededReference(Reference):
         rule: Rule,
         seed: int = 0,
         stops: frozenset[int] = frozenset(),
-    ) -> SeededTrajectory:
+    ) -> FirstTokenTrajectory:
         """Whole blocks, the last one cut off, at a stop token at the latest."""
-        B, found = self.block_length, SeededTrajectory()
+        B, found = self.block_length, FirstTokenTrajectory()
         num_steps = rule.num_steps or B
         known = list(prompt)
         while len(known) < len(prompt) + max_tokens and stops.isdisjoint(known[len(prompt) :]):

@@ -28,7 +28,7 @@ from tests.engine.masked_requests import (
     prompts_of,
     served,
 )
-from tests.engine.nemotron import SeededReference
+from tests.engine.nemotron import FirstTokenReference
 from tests.engine.one_step import random_ids
 from tests.engine.parting import first_parting
 from tests.engine.rounding import assert_same, decided, noisy_model
@@ -59,7 +59,7 @@ def test_decisions(
         for prompt in prompts_of(block_length)
     ]
     params = [params_of(chosen, max_tokens, seed) for seed in range(len(prompts))]
-    is_seeded = isinstance(decode, SeededReference)
+    knows_first_token = isinstance(decode, FirstTokenReference)
     found = generate(engine(checkpoint, block_size=32), prompts, params)
     same = total = 0
     for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
@@ -67,7 +67,7 @@ def test_decisions(
         def theirs(prompt: list[int] = prompt, seed: int = seed) -> Any:
             return decode.generate(prompt, max_tokens, chosen, seed)
 
-        if is_seeded:
+        if knows_first_token:
             expected = theirs()
             same += expected.decided_steps(ours, chosen.temperature)
             total += len(expected.steps)
@@ -77,7 +77,7 @@ def test_decisions(
     print(f"{same} of {total}")
     if isinstance(decode, LevenshteinReference):
         assert decode.happened["deleted"] and decode.happened["inserted"]
-    assert same >= total * (1 / 3 if is_seeded else tolerances.DECIDED)
+    assert same >= total * (1 / 3 if knows_first_token else tolerances.DECIDED)
 
 
 def blocks_decided_alike(
@@ -117,7 +117,7 @@ def test_masks_in_a_prompt_are_data(
     num_decided = 0
     for seed, (prompt, ours) in enumerate(zip(prompts, found, strict=True)):
         theirs = partial(decode.generate, prompt, 30, chosen, seed)
-        if isinstance(decode, SeededReference):
+        if isinstance(decode, FirstTokenReference):
             num_decided += theirs().decided_steps(ours, chosen.temperature)
         else:
             num_decided += blocks_decided_alike(ours, theirs, decode)

@@ -18,7 +18,7 @@ from tests.engine.conftest import GetEngine
 from tests.engine.fast_dllm import ShiftedReference
 from tests.engine.masked import Reference, Rule, make_checkpoint
 from tests.engine.masked_requests import FAMILIES, VOCABULARY, params_of
-from tests.engine.nemotron import SeededReference
+from tests.engine.nemotron import FirstTokenReference
 from tests.engine.one_step import random_ids
 from vllm_dllm.tools.quantize.quantize import quantize
 
@@ -141,7 +141,7 @@ def largest_difference(
 @torch.inference_mode()
 def first_block(decode: Reference, prompt: list[int]) -> torch.Tensor:
     """Log-probabilities [tokens of the answer, V] of the first block, in one step."""
-    if type(decode) is SeededReference:
+    if type(decode) is FirstTokenReference:
         seed = int(decode.seeded_logits(prompt, [])[-1].argmax())
         masks = [decode.mask_id] * (BLOCK - 1)
         return decode.seeded_logits(prompt, [seed, *masks])[-BLOCK:].log_softmax(-1)

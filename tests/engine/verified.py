@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.engine.masked import Rule, until_stop
-from tests.engine.nemotron import Drawn, SeededReference
+from tests.engine.nemotron import Drawn, FirstTokenReference
 from vllm_dllm.denoise import noise
 
 
@@ -59,7 +59,7 @@ Rules = Callable[[torch.Tensor, list[int]], torch.Tensor]
 """What a request's parameters make of logits [V] behind the tokens of its answer so far."""
 
 
-class VerifiedReference(SeededReference):
+class VerifiedReference(FirstTokenReference):
     def _follow(self, known: list[int], count: int, rule: Rule, seed: int) -> list[Drawn]:
         """What is drawn behind each of the last `count` known tokens, of one row each."""
         logits = self.seeded_logits(known, [])[-count:]

@@ -46,7 +46,7 @@ class Family:
     mask before it (`step.masked.levenshtein_step`)."""
 
     @property
-    def is_seeded(self) -> bool:
+    def knows_first_token(self) -> bool:
         """Whether a canvas' first token is known before its first step. A block of such a family is
         finished when no mask is left before a token that ends the answer."""
         return self.is_causal or self.is_shifted
@@ -54,7 +54,7 @@ class Family:
     @property
     def allows_blocks_in_flight(self) -> bool:
         """Whether a block can begin before the one before it is finished."""
-        return not (self.is_seeded or self.moves_tokens)
+        return not (self.knows_first_token or self.moves_tokens)
 
 
 _NO_WINDOWS = {"use_sliding_window": False}

@@ -118,7 +118,7 @@ class RequestOptions:
 
     @property
     def is_verified(self) -> bool:
-        """Whether every token is chosen autoregressively (`step.masked.seeded_step`)."""
+        """Whether every token is chosen autoregressively (`step.masked.first_token_step`)."""
         return self.mode != "diffusion"
 
     @property

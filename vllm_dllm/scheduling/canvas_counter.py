@@ -131,7 +131,7 @@ class CanvasCounter:
     def of_family(cls, family: CanvasFamily, config: VllmConfig) -> "CanvasCounter":
         """Returns the counter of a server. It makes spans if the server traces."""
         traces = config.observability_config.otlp_traces_endpoint is not None
-        joins_canvases = family.joins_canvases and not family.is_seeded
+        joins_canvases = family.joins_canvases and not family.knows_first_token
         spans = BlockSpans() if traces else None
         return cls(family.num_answer_tokens, spans, joins_canvases=joins_canvases)
 

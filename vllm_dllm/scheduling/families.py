@@ -26,7 +26,7 @@ class CanvasFamily:
         extension = ExtensionConfig.from_additional_config(vllm_config.additional_config)
         self.fits_canvases = masked is None and extension.fit_canvas
         """Whether a request for few tokens may have a narrower canvas than others."""
-        self.is_seeded = masked is not None and masked.family.is_seeded
+        self.knows_first_token = masked is not None and masked.family.knows_first_token
         """Whether a canvas' first token is known before its first step."""
         is_causal = masked is not None and masked.family.is_causal
         self.joins_canvases = joins_canvases(vllm_config) and not is_causal
@@ -73,13 +73,13 @@ class CanvasFamily:
     def waits_for_first_token(self, num_known: int) -> bool:
         """Returns whether the canvas behind `num_known` known tokens must wait for the forward of
         the last known token, which predicts the canvas' first one."""
-        return self.is_seeded and num_known % self.canvas_length == 0
+        return self.knows_first_token and num_known % self.canvas_length == 0
 
     def placeholders_after_block(self, request: Request, joins_commits: bool) -> list[int]:
         """Returns the draft placeholders of the next canvas, for a `request` that has just got a
         block and whose `spec_token_ids` are still the block's. Empty if the next step must first
         sample the canvas' first token. `joins_commits`: the next step prefills the block."""
-        width = 0 if self.is_seeded and joins_commits else self.canvas_width(request)
+        width = 0 if self.knows_first_token and joins_commits else self.canvas_width(request)
         return list(request.spec_token_ids[:width])
 
     def may_narrow(self, request: Request) -> bool:
@@ -127,7 +127,9 @@ class AlignedBlocks(CanvasFamily):
         if not request.spec_token_ids:  # preempted meanwhile: its tokens are prefilled first
             return []
         # The first canvas may have been narrower.
-        return [-1] * (0 if self.is_seeded and joins_commits else self.canvas_width(request))
+        return [-1] * (
+            0 if self.knows_first_token and joins_commits else self.canvas_width(request)
+        )
 
     def may_narrow(self, request: Request) -> bool:
         return True

@@ -16,8 +16,8 @@ from vllm_dllm.denoise.masked import Candidates, reveal_candidates
 from vllm_dllm.requests.options import RequestOptions
 from vllm_dllm.step.asked.masked_settings import MaskedSlotSettings
 from vllm_dllm.step.masked.drafting_step import ShiftedStep
+from vllm_dllm.step.masked.first_token_step import VerifiedStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.seeded_step import VerifiedStep
 
 GetWorker = Callable[..., Worker]
 BLOCK, OTHER = [21, 22, 23, 24], [31, 32, 33, 34]

@@ -14,8 +14,8 @@ from tests.engine.masked_requests import MOVING_RULES, params_of
 from tests.unit.step.worker import MASK, C, V, Worker, noise, sure
 from vllm_dllm.denoise import noise as numbers
 from vllm_dllm.step.masked import levenshtein_step
+from vllm_dllm.step.masked.first_token_step import VerifiedStep
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
-from vllm_dllm.step.masked.seeded_step import VerifiedStep
 
 GetWorker = Callable[..., Worker]
 joining = pytest.mark.parametrize("joins", [True, False], ids=["joins", "runs ahead"])

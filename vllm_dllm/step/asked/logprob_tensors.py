@@ -23,7 +23,7 @@ class LogprobRequest:
     constrained: bool = False  # among its allowed tokens
     latest: LogprobsTensors | None = None
     """Scores [C rows] of the last step not taken back, or of those that placed the tokens."""
-    seed: torch.Tensor | None = None  # logits [V] that the canvas' first token was drawn from
+    first_logits: torch.Tensor | None = None  # [V] that the canvas' first token was drawn from
 
 
 class Placements(NamedTuple):

@@ -116,7 +116,7 @@ class StepLogprobs(Registry):
             first = last
         return join_tiles(tiles)
 
-    def keep_seed_logits(
+    def keep_first_logits(
         self,
         slots: list[int],
         logits: torch.Tensor,  # [n, V] fp32
@@ -127,23 +127,23 @@ class StepLogprobs(Registry):
         for i, slot in enumerate(slots):
             if (request := self._requests.get(slot)) is None:
                 continue
-            if is_new is None or request.seed is None:
-                request.seed = logits[i].clone()
+            if is_new is None or request.first_logits is None:
+                request.first_logits = logits[i].clone()
             else:
-                request.seed = torch.where(is_new[i], logits[i], request.seed)
+                request.first_logits = torch.where(is_new[i], logits[i], request.first_logits)
 
-    def restore_seed_logits(
+    def restore_first_logits(
         self,
         batch: CanvasBatch,
         logits: torch.Tensor,  # [rows, V] fp32, changed in place
-        are_seeded: torch.Tensor,  # [n] bool, canvases whose first row is overwritten
+        are_overwritten: torch.Tensor,  # [n] bool
     ) -> None:
-        """Overwrites the first row of each seeded canvas in `logits` with the logits kept for its
-        slot. Canvases whose requests ask for no log-probabilities stay."""
+        """Overwrites the first row of the chosen canvases in `logits` with what was kept for their
+        slots. Canvases whose requests ask for no log-probabilities stay."""
         for i, request in self._requests_in(batch):
-            if request.seed is not None:
+            if request.first_logits is not None:
                 first = batch.rows_of(i).start
-                logits[first] = torch.where(are_seeded[i], request.seed, logits[first])
+                logits[first] = torch.where(are_overwritten[i], request.first_logits, logits[first])
 
     def shift_draft_logits(
         self,
@@ -156,12 +156,12 @@ class StepLogprobs(Registry):
         the tokens behind them. The first row gets the kept logits. The logits of the last accepted
         row are kept: the next canvas' first token is drawn from them."""
         for i, request in self._requests_in(batch):
-            if (seed := request.seed) is not None:
+            if (kept := request.first_logits) is not None:
                 own = logits.all_rows(in_process=self.reports_processed)[batch.rows_of(i)]
                 (last,) = own.index_select(0, num_accepted[i : i + 1] - 1)
-                request.seed = torch.where(verified_now[i], last, seed)
+                request.first_logits = torch.where(verified_now[i], last, kept)
                 own[1:] = torch.where(verified_now[i], own[:-1].clone(), own[1:])
-                own[0] = seed
+                own[0] = kept
 
     def report(
         self,
@@ -193,10 +193,10 @@ class StepLogprobs(Registry):
             is_draft = are_drafts is not None and bool(are_drafts[i])
             if is_draft and length < batch.canvas_length:
                 # What is drawn behind the last row may be emitted with it.
-                assert wanted.seed is not None, "kept for drafts"
+                assert wanted.first_logits is not None, "kept for drafts"
                 behind, scale = best_guess[i, length : length + 1], row_temperature[rows][-1:]
                 of_next = token_logprobs(
-                    wanted.seed[None], scale, behind, wanted, self.reports_logits
+                    wanted.first_logits[None], scale, behind, wanted, self.reports_logits
                 )
                 scores = join_tiles([scores, of_next])
             if wanted.when_placed:

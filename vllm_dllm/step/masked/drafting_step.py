@@ -16,8 +16,8 @@ from vllm_dllm.denoise.masked import MaskedOutcome, verify_step
 from vllm_dllm.step.batch import CanvasBatch
 from vllm_dllm.step.canvas_stages import Denoised, StepInputs
 from vllm_dllm.step.logits.masked_logits import MaskedLogits
+from vllm_dllm.step.masked.first_token_step import FirstTokenStep
 from vllm_dllm.step.masked.masked_step import Choice, MaskedStep
-from vllm_dllm.step.masked.seeded_step import SeededStep
 from vllm_dllm.step.slots import Index
 
 
@@ -175,13 +175,14 @@ class CopiedStep(DraftingStep):
         return (width + (has_copy & (width + unit <= room)) * unit).clip(max=room)
 
 
-class ShiftedStep(DraftingStep, SeededStep):
+class ShiftedStep(DraftingStep, FirstTokenStep):
     """Draws the candidate of each position from the row before it: of models whose rows have the
     logits of the next token. So a causal forward verifies drafts of requests that ask for it.
 
     Before a canvas' first position, the row before is a known token of the same block, which each
     step computes anew beside the canvas. Where the canvas begins its block, it is the last row of
-    the block before, and the first token was sampled when that block was prefilled (`SeededStep`).
+    the block before, and the first token was sampled when that block was prefilled, as by
+    `FirstTokenStep`.
     """
 
     def begin_step(self, input_batch: InputBatch) -> None:
@@ -199,7 +200,7 @@ class ShiftedStep(DraftingStep, SeededStep):
         back.index_copy_(0, batch.first_rows, is_inside.to(back.dtype))
         input_batch.logits_indices = input_batch.logits_indices - back
 
-    def _keep_seed_logits(
+    def _keep_first_logits(
         self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None
     ) -> None:
         """Keeps the logits of first tokens, for log-probabilities: a canvas that begins its block
@@ -208,11 +209,11 @@ class ShiftedStep(DraftingStep, SeededStep):
         # forward's logits, and the step then processes them like those of other rows. What
         # `VerifiedStep` keeps is reported as it is.
         kept = logits.all_rows(in_process=False)
-        self.requests.logprobs.keep_seed_logits(rows.slots_np.tolist(), kept, is_new)
+        self.requests.logprobs.keep_first_logits(rows.slots_np.tolist(), kept, is_new)
 
     def _denoise(self, inputs: StepInputs, source: torch.Tensor) -> Denoised:
         """Denoises the canvases. First overwrites, in `source`, the first row of each canvas that
         begins its block with the logits kept for it: no row of this forward predicts it."""
         begins_block = inputs.starts % self.canvas_length == 0
-        self.requests.logprobs.restore_seed_logits(inputs.batch, source, begins_block)
+        self.requests.logprobs.restore_first_logits(inputs.batch, source, begins_block)
         return super()._denoise(inputs, source)

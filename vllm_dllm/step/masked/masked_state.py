@@ -14,9 +14,9 @@ from attention_kernels.masks import block_spans, verifying_spans
 from vllm_dllm.compat.gpu import keep_during_sleep
 from vllm_dllm.config.architectures import Family
 from vllm_dllm.step.masked.drafting_step import CopiedStep, DraftingStep, ShiftedStep
+from vllm_dllm.step.masked.first_token_step import VerifiedStep
 from vllm_dllm.step.masked.levenshtein_step import LevenshteinStep
 from vllm_dllm.step.masked.masked_step import MaskedStep
-from vllm_dllm.step.masked.seeded_step import VerifiedStep
 from vllm_dllm.step.runner.attn_requests import AttnRequests
 from vllm_dllm.step.runner.model_state import DiffusionModelState
 

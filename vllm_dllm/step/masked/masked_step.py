@@ -203,6 +203,7 @@ class MaskedStep(CanvasStep):
                     candidates,
                 )
                 edits = edits._replace(barred=barred)
+        ends_by_stops = self.family.knows_first_token or self.blocks_in_flight > 1
         return masked.masked_step(
             choice.candidates,
             canvas,
@@ -211,7 +212,7 @@ class MaskedStep(CanvasStep):
             choice.rules,
             edits,
             self.mask_id,
-            stops=inputs.stops if self.family.is_seeded or self.blocks_in_flight > 1 else None,
+            stops=inputs.stops if ends_by_stops else None,
             parts=self._parts(inputs),
             by_grammar=by_grammar,
             ahead=self._ahead(choice.rules, settings),
@@ -228,9 +229,9 @@ class MaskedStep(CanvasStep):
         edit_steps_done, is_committed = numbers.times_repeated, None
         if decided.edited is not None:
             edit_steps_done = decided.edited.steps_done.masked_fill(finished | inputs.commits, 0)
-            # The rows of a step that changed nothing saw what a prefill's see. But a seeded block's
-            # prefill also predicts the next one's first token.
-            is_committed = None if self.family.is_seeded else decided.edited.unchanged
+            # The rows of a step that changed nothing saw what a prefill's see. But where first
+            # tokens are known, a block's prefill also predicts the next one's.
+            is_committed = None if self.family.knows_first_token else decided.edited.unchanged
         placements, steps_done = None, numbers.steps_done + 1
         if self.requests.logprobs.needs_placements(batch):
             canvas, idx = self.slots.canvas, batch.slot_index

@@ -111,5 +111,5 @@ class CanvasWorker(Worker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Samples without vLLM's grammar masks: ours are `step/asked/grammars.py`, and vLLM's
-        warm-up has masks for rows that a seeded model does not have."""
+        warm-up has masks for rows that a model does not have where first tokens are known."""
         return attach_canvas_numbers(self.model_runner, super().sample_tokens(None))

@@ -1,4 +1,4 @@
-"""Steps of canvases whose first token, the seed, is sampled before their first step.
+"""Steps of canvases whose first token is sampled before their first step.
 
 The logits of a prompt's last row, and of a finished block's last row when it is prefilled, are the
 next token's. So a block's first step cannot share the forward that prefills the block before it:
@@ -21,7 +21,7 @@ from vllm_dllm.step.logits.masked_logits import MaskedLogits, RowDraws, RowNoise
 from vllm_dllm.step.masked.masked_step import Choice, MaskedStep
 
 
-class SeededStep(MaskedStep):
+class FirstTokenStep(MaskedStep):
     """Samples the first token of each canvas before its first step, from the row before it."""
 
     _ended: CanvasBatch | None = None  # the last rows of prefills that end in this step
@@ -42,15 +42,18 @@ class SeededStep(MaskedStep):
         self._ended = self._append_last_rows(input_batch, has_ended)
         self._last = None
         if self.batch is not None and not self.requests.joins_commits:
-            has_canvas, are_seeded = np.zeros_like(has_ended), self._predicts_next_seed(self.batch)
-            has_canvas[self.batch.requests_np] = are_seeded
+            has_canvas, are_predicting = (
+                np.zeros_like(has_ended),
+                self._predicts_first_token(self.batch),
+            )
+            has_canvas[self.batch.requests_np] = are_predicting
             self._last = self._append_last_rows(input_batch, has_canvas)
             self._last_canvases = None
-            if not are_seeded.all():
-                places = np.flatnonzero(are_seeded)
+            if not are_predicting.all():
+                places = np.flatnonzero(are_predicting)
                 self._last_canvases = async_tensor_h2d(places, device=self.device)
 
-    def _predicts_next_seed(self, batch: CanvasBatch) -> np.ndarray:
+    def _predicts_first_token(self, batch: CanvasBatch) -> np.ndarray:
         """Returns [n] bool: canvases whose commit predicts the next canvas' first token."""
         return np.ones(batch.num_canvases, dtype=bool)
 
@@ -80,7 +83,7 @@ class SeededStep(MaskedStep):
         first_row = 0 if batch is None else batch.num_rows
         logits = source[first_row : first_row + ended.num_canvases]
         starts, idx = input_batch.seq_lens[ended.request_index], ended.slot_index
-        self.slots.canvas[idx, 0] = self._sample_seed_tokens(ended, logits, starts, None)
+        self.slots.canvas[idx, 0] = self._sample_first_tokens(ended, logits, starts, None)
         self.slots.revealed[idx, 0] = True
 
     def _denoise_and_settle(
@@ -91,10 +94,10 @@ class SeededStep(MaskedStep):
         result = super()._denoise_and_settle(inputs, source[: inputs.batch.num_rows], input_batch)
         last, self._last = self._last, None
         if last is not None:
-            self._seed_next_canvases(inputs, result, last, source[-last.num_canvases :])
+            self._start_next_canvases(inputs, result, last, source[-last.num_canvases :])
         return result
 
-    def _seed_next_canvases(
+    def _start_next_canvases(
         self,
         inputs: StepInputs,
         result: StepResult,
@@ -109,11 +112,11 @@ class SeededStep(MaskedStep):
             is_new, ends = is_new[self._last_canvases], ends[self._last_canvases]
         filters = self.requests.filters
         filters.write_emitted_tokens(inputs, result.best_guess, result.emitted)
-        seeds = self._sample_seed_tokens(last, logits, ends, is_new)
-        slots.canvas[idx, 0] = torch.where(is_new, seeds, slots.canvas[idx, 0])
+        first_tokens = self._sample_first_tokens(last, logits, ends, is_new)
+        slots.canvas[idx, 0] = torch.where(is_new, first_tokens, slots.canvas[idx, 0])
         slots.revealed[idx, 0] = slots.revealed[idx, 0] | is_new
 
-    def _sample_seed_tokens(
+    def _sample_first_tokens(
         self,
         rows: CanvasBatch,  # of n requests, the row before each one's canvas
         logits: torch.Tensor,  # [n, V] fp32
@@ -137,10 +140,10 @@ class SeededStep(MaskedStep):
         tokens = draws.draw_all().tokens
         tokens = self.grammars.legal_first_tokens(rows, starts, is_new, draws, tokens)
         self.requests.logprobs.keep_first_scores(rows, ruled, temperature, tokens, is_new)
-        self._keep_seed_logits(rows, ruled, is_new)
+        self._keep_first_logits(rows, ruled, is_new)
         return tokens
 
-    def _keep_seed_logits(
+    def _keep_first_logits(
         self,
         rows: CanvasBatch,
         logits: MaskedLogits,  # of n rows
@@ -150,9 +153,9 @@ class SeededStep(MaskedStep):
         cannot compute them again. Does nothing here: each first token has a row of its own."""
 
 
-class VerifiedStep(SeededStep):
+class VerifiedStep(FirstTokenStep):
     """Makes and verifies drafts, of models whose known tokens see no canvas and whose canvases are
-    whole blocks. Canvases that are no drafts are denoised as in `SeededStep`.
+    whole blocks. Canvases that are no drafts are denoised as in `FirstTokenStep`.
 
     A canvas that is a draft begins with a known token, and has two steps. The first, a diffusion
     step, reveals all other tokens. The second reads the canvas again, causally, like a commit, so
@@ -174,14 +177,15 @@ class VerifiedStep(SeededStep):
     num_recomputed = CanvasStep.num_recomputed
     _cut_canvases = CanvasStep._cut_canvases
 
-    def _predicts_next_seed(self, batch: CanvasBatch) -> np.ndarray:
+    def _predicts_first_token(self, batch: CanvasBatch) -> np.ndarray:
         """Returns [n] bool: canvases that are no drafts. A draft's next token is drawn when the
         draft is verified."""
         return ~self.slot_settings.are_verified(batch.slots_np)
 
     def _read_slots(self, batch: CanvasBatch, input_batch: InputBatch) -> StepInputs:
-        """Reads the slots as `SeededStep` does, and sets `drafts`: which canvases are drafts, and
-        which of these this step verifies. It stays None if no request has its drafts verified."""
+        """Reads the slots as `FirstTokenStep` does, and sets `drafts`: which canvases are drafts,
+        and which of these this step verifies. It stays None if no request has its drafts
+        verified."""
         inputs = super()._read_slots(batch, input_batch)
         is_draft = self._settings_of(inputs).is_verified
         if is_draft is None:
@@ -256,7 +260,7 @@ class VerifiedStep(SeededStep):
             next_token=next_token[:, 0],
         )
 
-    def _keep_seed_logits(
+    def _keep_first_logits(
         self, rows: CanvasBatch, logits: MaskedLogits, is_new: torch.Tensor | None
     ) -> None:
         """Keeps the logits of drafts' first tokens, for log-probabilities: the rows of a verified
@@ -266,4 +270,4 @@ class VerifiedStep(SeededStep):
         kept = logits.all_rows(in_process=logprobs.reports_processed)
         for i in np.flatnonzero(are_drafts).tolist():
             own = None if is_new is None else is_new[i : i + 1]
-            logprobs.keep_seed_logits([int(rows.slots_np[i])], kept[i : i + 1], own)
+            logprobs.keep_first_logits([int(rows.slots_np[i])], kept[i : i + 1], own)
