@@ -169,6 +169,7 @@ def serving(
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = (*UNCOMPILED, "--max-num-seqs", "32", "--enable-prompt-tokens-details")
+    options += ("--enable-scale-out",)
     folder = tmp_path_factory.mktemp("server")
     with serving(CHECKPOINT, folder, *options, env=WATCHED) as it:
         yield it

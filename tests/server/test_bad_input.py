@@ -68,7 +68,15 @@ def with_few_tokens(members: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
 MISTAKES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no steps": (everywhere(vllm_xargs={"diffusion_max_steps": 0}), "diffusion_max_steps must be"),
     "a key misspelt": (everywhere(vllm_xargs={"diffusion_max_stepz": 1}), "diffusion_max_steps?"),
-    "a key misplaced": (everywhere(diffusion_max_steps=1), "belongs in vllm_xargs"),
+    "a key misplaced": (
+        everywhere(diffusion_max_steps=1)
+        | {
+            f"{path}/render": {**ROUTES[path], "diffusion_max_steps": 1}
+            for path in ROUTES
+            if path != "invocations"
+        },
+        "belongs in vllm_xargs",
+    ),
     "half of a character": (
         {
             "messages/count_tokens": {"messages": [{"role": "user", "content": "\ud83d"}]},

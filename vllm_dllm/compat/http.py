@@ -15,11 +15,12 @@ from vllm_dllm.compat.usage import TokenCounter, count_http_request, count_resul
 
 MESSAGES = "/v1/messages"
 INVOCATIONS = "/invocations"
+_RENDERED = ("/v1/chat/completions", "/v1/completions", MESSAGES, "/v1/responses")
 ROUTES = {
-    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
-    *(MESSAGES, "/v1/responses", INVOCATIONS),
+    *(*_RENDERED, "/v1/chat/completions/batch", INVOCATIONS),
+    *(f"{route}/render" for route in _RENDERED),  # with --enable-scale-out
 }
-"""Routes that generate answers and take a JSON body."""
+"""Routes whose JSON body asks for an answer, or for the tokens that `generate` answers."""
 ROUTES_WITHOUT_XARGS = {
     *("/generative_scoring", "/v1/systemone", "/v1/decisions"),
     "/inference/v1/generate",
