@@ -47,9 +47,11 @@ STOPPED = "Stopped before the server was ready."
 WRONG_WARNINGS = {
     "vllm.config.scheduler": "Using custom scheduler class %s.",
     "vllm.plugins": "Found endpoint plugin(s) %s but VLLM_PLUGINS is not set.",
+    "vllm.platforms.interface": "Unknown vLLM environment variable detected: %s",
 }
-"""Logger -> how a warning begins that is wrong of our classes: our schedulers keep asynchronous
-scheduling, and a server without the page for canvases lacks nothing."""
+"""Logger -> how a warning begins that is wrong of what is ours: our schedulers keep asynchronous
+scheduling, a server without the page for canvases lacks nothing, and our variable is known."""
+_OURS = ("vllm_dllm", "VLLM_DLLM_UNKNOWN_VLLM")
 
 WRONG_CPU_WARNINGS = {
     "vllm.triton_utils.importing": "Triton is installed, but doesn't include CPU backend.",
@@ -79,8 +81,8 @@ def log_as_vllm_does() -> None:
 
 
 def drop_wrong_warnings() -> None:
-    """Has vLLM's loggers drop `WRONG_WARNINGS` that name only our classes, and `ENGINE_GONE` at the
-    end of a program. Repeatable."""
+    """Has vLLM's loggers drop `WRONG_WARNINGS` that name only what is ours, and `ENGINE_GONE` at
+    the end of a program. Repeatable."""
     for name in WRONG_WARNINGS:
         logging.getLogger(name).addFilter(_is_right)
     logging.getLogger(CLIENT).addFilter(_is_before_end)
@@ -98,7 +100,7 @@ def drop_wrong_cpu_warnings() -> None:
 
 
 def _is_right(record: logging.LogRecord) -> bool:
-    """Filters a log: whether a record is no wrong warning, or names a class that is not ours."""
+    """Filters a log: whether a record is no wrong warning, or names what is not ours."""
     text = str(record.msg)
     if record.name in WRONG_CPU_WARNINGS:
         return not text.startswith(WRONG_CPU_WARNINGS[record.name])
@@ -107,4 +109,4 @@ def _is_right(record: logging.LogRecord) -> bool:
     assert isinstance(record.args, tuple)
     (named,) = record.args
     names = named if isinstance(named, list) else [named]
-    return not all(str(name).startswith("vllm_dllm") for name in names)
+    return not all(str(name).startswith(_OURS) for name in names)

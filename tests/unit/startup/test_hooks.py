@@ -118,6 +118,8 @@ def test_without_a_drafter_diffusion_models_alone_are_looked_at() -> None:
         ("vllm.config.scheduler", "theirs.Scheduler", True),
         ("vllm.plugins", ["vllm_dllm_canvas"], False),
         ("vllm.plugins", ["vllm_dllm_canvas", "theirs"], True),
+        ("vllm.platforms.interface", "VLLM_DLLM_UNKNOWN_VLLM", False),
+        ("vllm.platforms.interface", "VLLM_DLLM_UNKNOWN_VLM", True),
     ],
 )
 def test_of_ours_and_of_others(logger: str, named: object, is_kept: bool) -> None:
