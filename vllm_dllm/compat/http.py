@@ -26,10 +26,7 @@ ROUTES_WITHOUT_XARGS = {
     "/inference/v1/generate",
 }
 """Routes that take a JSON body without `vllm_xargs`. vLLM 0.33 added `/v1/decisions`."""
-ROUTES_OF_MESSAGES = {
-    *("/tokenize", "/v1/chat/completions/render"),
-    *(f"{MESSAGES}/count_tokens", f"{MESSAGES}/render"),
-}
+ROUTES_OF_MESSAGES = {"/tokenize", f"{MESSAGES}/count_tokens"}
 """Routes that take a chat's messages and generate no answer."""
 
 
@@ -172,13 +169,17 @@ def check_bodies(
 async def _find_wrong_member(request: Any) -> tuple[str, Any] | None:
     """Returns the name and value of the member of the request's body that makes its validation
     crash: without it, the rest is valid or, if no member has a valid rest, is refused in order.
-    Returns ("the body", body) if there is no such member, and None if validation does not crash."""
+    Returns ("the body", body) if there is no such member, and None if validation does not crash or
+    the body is no JSON."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     kinds = get_type_hints(request.scope["route"].endpoint).values()
     models = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     model = next(models, ChatCompletionRequest)  # which /invocations tries first
-    body = await request.json()
+    try:
+        body = await request.json()
+    except (ValueError, RuntimeError):  # it is no JSON, or was read as a form
+        return None
     if _validate(model, body) is not _CRASHES:
         return None
     members = body if isinstance(body, dict) else {}

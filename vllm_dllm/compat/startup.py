@@ -2,7 +2,6 @@
 
 import errno
 import socket
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -46,24 +45,30 @@ def explain_bind_errors(explain: Callable[[str, int, OSError | OverflowError], s
     def create_server_socket(stock: Any, addr: tuple[str, int], *, reuse_port: bool) -> Any:
         try:
             bound: socket.socket = stock(addr, reuse_port=reuse_port)
-            if not reuse_port and addr[1] != 0:
-                _reserve(addr, bound)
-            return bound
+            return bound if reuse_port or addr[1] == 0 else _ReservedSocket(bound)
         except (OSError, OverflowError) as error:
             raise SystemExit(explain(*addr, error)) from None
 
 
-def _reserve(addr: tuple[str, int], bound: socket.socket) -> None:
-    """Reserves `addr` among servers of ours while there is the socket `bound`. Raises OSError if
-    another has it. Linux lets two servers bind one port until one of them listens, minutes later,
-    and uvloop drops the error of the other: it would say that it is ready and get no requests."""
-    guard = socket.socket(socket.AF_UNIX)
-    weakref.finalize(bound, guard.close)
-    try:
-        guard.bind(f"\0vllm_dllm {addr}".encode()[:100])  # no file; gone with its process
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise
+class _ReservedSocket(socket.socket):
+    """A bound socket whose address no other server of ours gets until it is closed. Linux lets two
+    servers bind one port until one of them listens, minutes later, and uvloop drops the error of
+    the other: it would say that it is ready and get no requests."""
+
+    def __init__(self, bound: socket.socket) -> None:
+        """Takes over the file of `bound`. Raises OSError if another server has its address."""
+        super().__init__(fileno=bound.detach())
+        self._guard = socket.socket(socket.AF_UNIX)
+        try:
+            # An abstract address: no file, and gone with its process.
+            self._guard.bind(f"\0vllm_dllm {self.getsockname()}".encode())
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+
+    def close(self) -> None:
+        self._guard.close()
+        super().close()
 
 
 def set_serving_config(architecture: str, serving_config: type) -> None:

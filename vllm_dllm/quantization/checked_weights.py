@@ -162,7 +162,7 @@ class _CheckedWeights:
         complaint = str(error).rstrip(".")
         layer, _, kind = self._current.rpartition(".")
         known = [n.rpartition(".")[2] for n in self._expected if n.rpartition(".")[0] == layer]
-        if known and kind not in known:
+        if self._current and known and kind not in known:
             complaint = (
                 f"the layer has no {kind}, only {sorted(known)}: quantization_config in "
                 f"config.json describes another format, or leaves this layer unquantised"

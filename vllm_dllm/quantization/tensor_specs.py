@@ -77,14 +77,16 @@ def list_tensors(model: nn.Module) -> Iterator[tuple[str, TensorSpec]]:
             saved = saved - {"input_global_scale"}
         is_known = is_plain or quantises or isinstance(method, _COMPRESSED)
         for kind, tensor in _saved_tensors(name, module):
-            if id(tensor) in seen:
+            is_gates = isinstance(module, RoutedExperts) and not kind.startswith(("w13_", "w2_"))
+            if id(tensor) in seen or is_gates:  # listed elsewhere
                 continue
             seen.add(id(tensor))
             is_required = is_plain or kind.removeprefix("w13_").removeprefix("w2_") in saved
             types = next((types for types in _CONVERTED if tensor.dtype in types), {tensor.dtype})
             for part, shape in _list_parts(name, module, kind, tensor, packed_modules):
                 look = (shape, types) if is_known and shape is not None else (None, None)
-                yield part, TensorSpec(f"{name}.{kind}", is_required, *look)
+                parameter = f"{name}.{kind}".removeprefix(".")  # the model's own has no module
+                yield part, TensorSpec(parameter, is_required, *look)
         if is_plain and isinstance(module, RoutedExperts):  # all of which may come as one tensor
             experts, config = name.removesuffix(".routed_experts"), module.moe_config
             hidden, inner = config.hidden_dim_unpadded, config.intermediate_size
@@ -124,7 +126,9 @@ def _list_parts(
             )
             yield f"{layer}.{kind}", (1,) if isinstance(tensor, PerTensorScaleParameter) else shape
     else:
-        yield f"{name}.{kind}", tuple(tensor.shape)
+        # Ranks share the heads of a drafter's attention sinks, by a loader of their own.
+        shape = None if kind == "attention_sink_bias" else tuple(tensor.shape)
+        yield f"{name}.{kind}".removeprefix("."), shape
 
 
 def _joined_layers(

@@ -257,7 +257,9 @@ def _check_answers_are_not_stored(config: VllmConfig) -> None:
     """Raises VLLMValidationError if vLLM's offloading connector stores what it has of answers, too:
     of a read-only request that is a denoise step's."""
     transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector_extra_config.get("offload_prompt_only", True):
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    inner = [each.get("kv_connector_extra_config") or {} for each in extra.get("connectors", ())]
+    if all(each.get("offload_prompt_only", True) for each in (extra, *inner)):
         return
     raise limits.refusal(
         "diffusion_read_only is not possible on this server, which was started with "

@@ -19,6 +19,7 @@ from vllm_dllm.denoise.rules import (
     NO_TOKEN,
     Reveal,
     accept_by_entropy_bound,
+    accept_forced_positions,
     is_confident,
     times_repeated,
     up_to_first_stop,
@@ -177,6 +178,14 @@ def test_an_answer_is_finished_with_its_whole_canvas() -> None:
         state = not_repeated(torch.tensor([guess]), steps_done=1)
         outcome = denoise_step(stats, None, state, noise, rules, None, chosen)
         assert outcome.finished.tolist() == [is_finished]
+
+
+def test_what_is_forced_is_accepted_with_the_last_choice_before_it() -> None:
+    accepted = torch.tensor([[False, False, True, False, False, False]])
+    forced = torch.tensor([[True, False, False, True, True, False]])
+    followed = accept_forced_positions(accepted, forced)
+    assert followed.int().tolist() == [[1, 0, 1, 1, 1, 0]]
+    assert accept_forced_positions(torch.zeros(1, 3).bool(), torch.ones(1, 3).bool()).all()
 
 
 def test_what_is_forced_is_no_sign_of_certainty() -> None:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -31,6 +32,7 @@ from vllm_dllm.drafters.layout import (
 from vllm_dllm.drafters.model import CompleteDrafter, DFlash2DraftModel, DFlashDraftModel
 from vllm_dllm.errors import InputError
 from vllm_dllm.quantization.checked_weights import weights_in_parts
+from vllm_dllm.quantization.tensor_specs import list_tensors
 
 # z-lab/Qwen3-8B-DFlash-b16, for Qwen/Qwen3-8B; configs/qwen3-8b-dflash.json of
 # sgl-project/SpecForge.
@@ -243,6 +245,28 @@ def test_a_missing_or_smaller_tensor_is_named(
     with weights_in_parts():
         for part in weights.items():
             model.load_weights([part])
+
+
+@pytest.mark.slow
+def test_sinks_and_a_smaller_vocabulary_are_loaded(build: Build, tmp_path: Path) -> None:
+    """Ranks share a drafter's sinks by its own loader. A table names the vocabulary's tokens."""
+    config = json.loads((DRAFTER / "config.json").read_text())
+    size, heads = config["vocab_size"] - 64, config["num_attention_heads"]
+    config["dflash_config"] |= {"attention_sink_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": size}))
+    weights = load_file(DRAFTER / "model.safetensors") | {
+        "d2t": torch.zeros(size, dtype=torch.int64),
+        "lm_head.weight": torch.ones(size, config["hidden_size"]),
+    }
+    weights |= {
+        f"layers.{i}.self_attn.attention_sink_bias": torch.ones(heads)
+        for i in range(config["num_hidden_layers"])
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    model = build(DFlashDraftModel, tmp_path)
+    model.load_weights(weights.items())
+    sinks = [spec for name, spec in list_tensors(model) if name.endswith("sink_bias")]
+    assert sinks and all(spec.shape is None for spec in sinks)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from transformers.models.ministral3.modeling_ministral3 import (
 from vllm.config import set_current_vllm_config
 from vllm.config.lora import LoRAConfig
 from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
@@ -137,6 +138,23 @@ def test_weights_are_loaded_again(
     left = [name for name in weights if "v_proj" not in name]
     with pytest.raises(ValueError, match=r"no weights for .*layers\.0\.self_attn\.v_proj\.weight"):
         served.load_weights((name, weights[name]) for name in left)
+
+
+def test_experts_with_a_bias_of_the_gate_are_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bias is a parameter of the experts, too, and is another tensor then."""
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod):
+        monkeypatch.setattr(method, "process_weights_after_loading", lambda *_: None)
+    plugin.register()
+    config = write_config(tmp_path, "LLaDA2MoeModelLM")
+    made = published_weights(build("LLaDA2MoeModelLM", config), "LLaDA2MoeModelLM")
+    weights = {name: torch.ones_like(weight) for name, weight in made.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    served, _ = build_any(tmp_path, "cpu", "float32")
+    served.load_weights(iter(weights.items()))
+    initialize_layerwise_reload(served)
+    served.load_weights(iter(weights.items()))
 
 
 def test_a_wrong_scale_is_named(tmp_path: Path) -> None:

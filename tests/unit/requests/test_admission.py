@@ -209,7 +209,9 @@ def test_a_request_that_reads_has_one_canvas() -> None:
 
 def test_what_is_never_committed_is_not_stored() -> None:
     given = {"diffusion_read_only": 1}
-    for extra, stores in (({}, False), ({"offload_prompt_only": False}, True)):
+    answers = {"offload_prompt_only": False}
+    several = {"connectors": [{}, {"kv_connector_extra_config": answers}]}
+    for extra, stores in (({}, False), (answers, True), (several, True)):
         transfer = SimpleNamespace(kv_connector_extra_config=extra)
         to = served(config=SimpleNamespace(kv_transfer_config=transfer))
         assert not options({}, to).read_only

@@ -286,6 +286,13 @@ def client() -> TestClient:
     @app.post("/tokenize", dependencies=[Depends(validate_json_request)])
     def tokenize(body: TokenizeChatRequest) -> None: ...
 
+    @app.post("/v1/chat/completions/render", dependencies=[Depends(validate_json_request)])
+    def render(body: ChatCompletionRequest) -> None: ...
+
+    @app.get("/health")
+    def health() -> None:
+        raise TypeError("what is wrong")
+
     @app.post("/invocations")
     async def invocations(raw_request: Request) -> None:
         ChatCompletionRequest.model_validate(await raw_request.json())
@@ -318,6 +325,15 @@ def test_messages_of_another_type(client: TestClient) -> None:
         status, error = post(client, "/chat", f'"messages": {value}')
         assert (status, error["param"]) == (400, "messages")
         assert error["message"].startswith("messages has another type than is expected, got")
+
+
+def test_a_misplaced_key_of_a_request_that_is_rendered(client: TestClient) -> None:
+    status, error = post(client, "/v1/chat/completions/render", '"diffusion_max_steps": 1')
+    assert status == 400 and "diffusion_max_steps" in error["message"]
+
+
+def test_an_error_without_a_body_keeps_its_message(client: TestClient) -> None:
+    assert "what is wrong" in client.get("/health").text
 
 
 def test_a_body_that_is_no_object(client: TestClient) -> None:

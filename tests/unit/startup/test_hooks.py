@@ -206,9 +206,11 @@ def test_two_servers_that_start_at_once() -> None:
     first = launcher.create_server_socket(address, reuse_port=False)
     with pytest.raises(SystemExit, match=r"cannot listen on .*: Address already in use\. Stop the"):
         launcher.create_server_socket(address, reuse_port=False)
-    first.close()
-    del first
-    launcher.create_server_socket(address, reuse_port=False).close()
+    first.close()  # as a server that still waits for its connections
+    everywhere = launcher.create_server_socket(("", address[1]), reuse_port=False)
+    with pytest.raises(SystemExit, match="Address already in use"):
+        launcher.create_server_socket(("0.0.0.0", address[1]), reuse_port=False)
+    everywhere.close()
 
 
 @pytest.fixture(scope="module")

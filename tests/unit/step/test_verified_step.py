@@ -78,6 +78,15 @@ def test_a_token_that_ends_the_answer_needs_no_forward(
 
 
 @joining
+def test_a_first_token_that_ends_the_answer_is_not_drafted_behind(
+    worker: GetWorker, joins: bool
+) -> None:
+    """Where the forward that foretold it could not show it."""
+    one = made(worker, joins, eos=21)
+    assert one.step({"a": sure([9, 22, 23, 24])}).emitted == {"a": [21]}
+
+
+@joining
 def test_a_step_of_too_few_rows_is_taken_back(worker: GetWorker, joins: bool) -> None:
     one = made(worker, joins)
     one.step({"a": sure([9, 22, 23, 24])})

@@ -5,8 +5,8 @@ const API = new URL("../v1/", document.baseURI);
 
 function headers(key) {
   // An abbreviated key, or letters of another keyboard: the browser would name a code page.
-  if (/[^\x20-\x7e]/.test(key)) {
-    throw new Error("An API key has only letters from A to Z, digits and signs. Enter it again.");
+  if (/[^\x20-\x7e\xa0-\xff]/.test(key)) {
+    throw new Error("An API key cannot have such letters. Enter it again.");
   }
   return {
     "Content-Type": "application/json",
