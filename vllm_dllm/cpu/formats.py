@@ -115,7 +115,8 @@ def quantize_nvfp4(
     global_scale: torch.Tensor,  # [] fp32, 448 * 6 / the largest magnitude expected; divides
 ) -> Scaled:
     """Returns x [n, K], rounded to NVFP4, ties to the even code. Each 16 values of a row get an
-    e4m3 scale that makes their largest magnitude about e2m1's largest. Values include these."""
+    e4m3 scale that makes their largest magnitude about e2m1's largest. The values returned are
+    already multiplied by it."""
     x = x.float()
     amax = F.max_pool1d(x.abs(), GROUP_SIZE)[..., None]  # faster than a reduction of 16
     blocks = x.unflatten(-1, (-1, GROUP_SIZE))

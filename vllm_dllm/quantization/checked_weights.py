@@ -56,7 +56,7 @@ def load_checked(
             checked.check_complete(loaded, optional)
     except (ImportError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a loader raises
         raise ValueError(
             f"Cannot load the checkpoint: {checked.explain(error)}. Check that its files are "
             f"complete and belong together, and to its config.json."
